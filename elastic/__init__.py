@@ -1,0 +1,1 @@
+"""Who is a member: pure decisions, and the one actor that carries them out."""

@@ -1,0 +1,1 @@
+"""One worker: the model, its experts and its requests."""

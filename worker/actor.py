@@ -1,0 +1,73 @@
+"""The Ray actor around a worker: commands in, answers out. The only file here that knows Ray.
+
+Tokens never pass through it; they go over the worker's own sockets.
+"""
+
+import asyncio
+import logging
+import os
+
+import ray
+
+from moeray.comm.placement import ExpertPlacement
+from moeray.comm.sockets import KeyPair
+from moeray.comm.topology import Topology
+from moeray.worker.config import WorkerConfig, WorkerReady
+from moeray.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+WAIT_SLICE_S = 60.0
+# Time for the answer to a last call to leave before the process ends.
+EXIT_DELAY_S = 0.2
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, num_cpus=0)
+class WorkerActor:
+    """One worker's process. Methods are asynchronous so that it answers while it loads and serves."""
+
+    def __init__(self, slot: int, incarnation: int, config: WorkerConfig, client: KeyPair, bind_host: str) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        self.worker = Worker(slot=slot, incarnation=incarnation, config=config, client=client, bind_host=bind_host)
+
+    async def load(self, placement: ExpertPlacement) -> WorkerReady:
+        """See `Worker.load`."""
+        return await asyncio.to_thread(self.worker.load, placement)
+
+    async def progress(self) -> float:
+        """How much of the weights is loaded, 0 to 1."""
+        return self.worker.loaded_fraction
+
+    async def host_store(self, epoch: int) -> tuple[str, int]:
+        """See `Worker.host_store`."""
+        return await asyncio.to_thread(self.worker.host_store, epoch)
+
+    async def join(self, topology: Topology, store_address: tuple[str, int]) -> str:
+        """See `Worker.join`."""
+        return await asyncio.to_thread(self.worker.join, topology, store_address)
+
+    async def serve(self) -> None:
+        """See `Worker.serve`; the process ends by itself if no front end is seen for the orphan time-out."""
+        self.worker.serve()
+        self._orphan_watch = asyncio.create_task(self._exit_if_orphaned())
+
+    async def num_requests(self) -> int:
+        """Sequences that run or wait here."""
+        return self.worker.engine.num_requests if self.worker.engine else 0
+
+    async def wait_failure(self) -> str | None:
+        """Returns once the engine has ended: what it failed with, None if it was told to stop or orphaned."""
+        while not await asyncio.to_thread(self.worker.wait, WAIT_SLICE_S):
+            pass
+        return self.worker.engine.failure if self.worker.engine else None
+
+    async def _exit_if_orphaned(self) -> None:
+        await self.wait_failure()
+        if self.worker.engine is not None and self.worker.engine.orphaned:
+            await asyncio.sleep(EXIT_DELAY_S)
+            os._exit(0)
+
+    async def stop(self) -> bool:
+        """See `Worker.stop`."""
+        return await asyncio.to_thread(self.worker.stop, STOP_TIMEOUT_S)

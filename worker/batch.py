@@ -1,0 +1,101 @@
+"""From a scheduled batch to the model's input tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moeray.worker.config import BLOCK_SIZE
+from moeray.worker.models.attention import (
+    GROUP_BYTES,
+    AttentionPlan,
+    DecodeGroup,
+    PagedKVCache,
+    decode_group,
+    padded_keys,
+    plan_to,
+    prefill_segment,
+)
+from moeray.worker.models.decoder import ForwardBatch
+from moeray.worker.scheduler import ScheduledBatch, ScheduledItem
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A forward batch and the items that get a token, in the order of its logits rows (which is the batch's own)."""
+
+    forward: ForwardBatch
+    sampled: list[ScheduledItem]
+
+
+def prepare_batch(batch: ScheduledBatch, cache: PagedKVCache) -> PreparedBatch:
+    """Lay the step's rows out: single tokens first, by context length, then chunks of prompts. Works for an empty batch."""
+    reference = cache.keys[0]
+    singles = sorted(
+        (item for item in batch.items if item.num_tokens == 1),
+        key=lambda item: item.sequence.num_computed_tokens,
+    )
+    chunks = [item for item in batch.items if item.num_tokens > 1]
+    ordered = singles + chunks
+    starts = np.cumsum([0] + [item.num_tokens for item in ordered])
+    last_row = {id(item): int(end) - 1 for item, end in zip(ordered, starts[1:], strict=True)}
+    bytes_per_key = 2 * cache.num_kv_heads * cache.head_dim * reference.element_size()
+    plan = AttentionPlan(
+        _decode_groups(singles, bytes_per_key),
+        [
+            prefill_segment(int(start), item.num_tokens, item.sequence.num_computed_tokens, item.sequence.block_table)
+            for item, start in zip(chunks, starts[len(singles) :], strict=False)
+        ],
+    )
+    sampled = [item for item in batch.items if item.wants_token]
+    tokens, positions, slots = _rows(ordered)
+    device = reference.device
+    forward = ForwardBatch(
+        token_ids_T=torch.from_numpy(tokens).to(device),
+        positions_T=torch.from_numpy(positions).to(device),
+        slots_T=torch.from_numpy(slots).to(device),
+        logits_rows_S=torch.tensor([last_row[id(item)] for item in sampled], dtype=torch.int64, device=device),
+        attention=plan_to(plan, device, reference.dtype),
+    )
+    return PreparedBatch(forward, sampled)
+
+
+def _rows(ordered: Sequence[ScheduledItem]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens: list[int] = []
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    for item in ordered:
+        sequence = item.sequence
+        start = sequence.num_computed_tokens
+        end = start + item.num_tokens
+        tokens.extend(sequence.token_ids[start:end])
+        place = np.arange(start, end, dtype=np.int64)
+        first_block = start // BLOCK_SIZE
+        table = np.array(sequence.block_table[first_block : -(-end // BLOCK_SIZE)], dtype=np.int64)
+        positions.append(place)
+        slots.append(table[place // BLOCK_SIZE - first_block] * BLOCK_SIZE + place % BLOCK_SIZE)
+    empty = np.zeros(0, dtype=np.int64)
+    return (
+        np.array(tokens, dtype=np.int64),
+        np.concatenate(positions) if positions else empty,
+        np.concatenate(slots) if slots else empty,
+    )
+
+
+def _decode_groups(singles: Sequence[ScheduledItem], bytes_per_key: int) -> list[DecodeGroup]:
+    """Cut sequences, sorted by context length, into groups whose padded keys and values fit into `GROUP_BYTES`."""
+    groups: list[DecodeGroup] = []
+    start = 0
+    for end in range(1, len(singles) + 1):
+        widened = (end + 1 - start) * padded_keys(_num_keys(singles[min(end, len(singles) - 1)])) * bytes_per_key
+        if end == len(singles) or widened > GROUP_BYTES:
+            members = singles[start:end]
+            tables = [item.sequence.block_table for item in members]
+            groups.append(decode_group(start, tables, [_num_keys(item) for item in members]))
+            start = end
+    return groups
+
+
+def _num_keys(item: ScheduledItem) -> int:
+    return item.sequence.num_computed_tokens + 1

@@ -1,0 +1,99 @@
+"""From a checkpoint to a model that can run: what a worker makes once and keeps for life."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moeray.comm.buffers import BufferCapacity, CommunicationBuffers, prepare_communication_buffer_for_model
+from moeray.comm.exchange import ExpertExchange
+from moeray.comm.placement import ExpertPlacement
+from moeray.worker.config import WorkerConfig
+from moeray.worker.loader import Checkpoint, load_weights
+from moeray.worker.memory import TORCH_DTYPES, choose_dtype, plan_memory
+from moeray.worker.models.attention import PagedKVCache
+from moeray.worker.models.config import DecoderConfig
+from moeray.worker.models.decoder import Decoder
+from moeray.worker.models.registry import read_decoder_config
+from moeray.worker.moe.expert_load import ExpertLoad
+from moeray.worker.moe.factory import MoEEnvironment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model with its weights, experts' seats, cache and buffers; nothing of it is made again later."""
+
+    model: Decoder
+    cache: PagedKVCache
+    buffers: CommunicationBuffers
+    exchange: ExpertExchange
+    expert_load: ExpertLoad
+    max_model_len: int
+    dtype: str
+    combine: str
+    weights_bytes: int
+
+
+def choose_combine(requested: str, device: str) -> str:
+    """`auto` is exact on CPU and fast on CUDA."""
+    return requested if requested != "auto" else "exact" if device == "cpu" else "fast"
+
+
+def choose_max_model_len(requested: int | None, config: DecoderConfig) -> int:
+    """Raises `ValueError` for more than the checkpoint's positions."""
+    limit = config.max_position_embeddings
+    if requested is not None and requested > limit:
+        raise ValueError(f"max_model_len is {requested}, the checkpoint's limit is {limit}")
+    return requested if requested is not None else limit
+
+
+def load_model(
+    worker: WorkerConfig, placement: ExpertPlacement, slot: int, on_progress: Callable[[float], None]
+) -> LoadedModel:
+    """Everything of a worker that needs the checkpoint: read its part, build kernels, allocate cache and buffers.
+
+    Raises `CheckpointError`, `CapacityError` or `ValueError` with the cause.
+    """
+    device = torch.device(worker.device)
+    config = read_decoder_config(worker.model_path)
+    max_model_len = choose_max_model_len(worker.max_model_len, config)
+    dtype = choose_dtype(worker.dtype, config, worker.device)
+    combine = choose_combine(worker.combine, worker.device)
+    num_held = -(-placement.num_experts_of(slot) // max(1, config.num_moe_layers))
+    plan = plan_memory(worker, config, max_model_len=max_model_len, num_experts=num_held, dtype=dtype)
+    exchange = ExpertExchange(combine=combine, dispatcher=worker.dispatcher, device=device)
+    expert_load = ExpertLoad(num_layers=config.num_moe_layers, num_experts=config.num_experts)
+    environment = MoEEnvironment(
+        exchange=exchange,
+        expert_load=expert_load,
+        num_seats=worker.num_seats,
+        dtype=TORCH_DTYPES[dtype],
+        device=device,
+        row_exact=combine == "exact" and dtype == "fp32" and worker.device == "cpu",
+    )
+    model = Decoder(config, environment, max_model_len)
+    checkpoint = Checkpoint(worker.model_path)
+    load_weights(model, checkpoint, placement, slot, on_progress)
+    checkpoint.close()
+    capacity = BufferCapacity(max_workers=worker.max_workers, max_tokens=worker.max_num_batched_tokens)
+    buffers = prepare_communication_buffer_for_model(model, capacity, device)
+    exchange.attach_buffers(buffers)
+    cache = PagedKVCache(
+        num_layers=config.num_layers,
+        num_blocks=plan.num_blocks,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=TORCH_DTYPES[dtype],
+        device=device,
+    )
+    return LoadedModel(
+        model=model,
+        cache=cache,
+        buffers=buffers,
+        exchange=exchange,
+        expert_load=expert_load,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        combine=combine,
+        weights_bytes=plan.weights_bytes,
+    )

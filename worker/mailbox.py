@@ -1,0 +1,96 @@
+"""A worker's end of its sockets: which front end it belongs to, and what goes to it.
+
+One front end holds the lease at a time; a newer lease takes over and older ones' messages are dropped and counted.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+
+from moeray.comm.messages import Nudge, StopEngine, Wake
+from moeray.comm.sockets import Inbox
+from moeray.worker.messages import (
+    Abort,
+    Attach,
+    Attached,
+    EngineFailed,
+    Heartbeat,
+    Rejected,
+    StepOutput,
+    Submit,
+    ToWorker,
+)
+
+logger = logging.getLogger(__name__)
+
+Incoming = ToWorker | Wake | StopEngine | Nudge
+
+
+class Mailbox:
+    """Filters what arrives by lease and sends to the lease's holder. Belongs to the engine's thread."""
+
+    def __init__(self, inbox: Inbox, *, orphan_timeout_s: float, clock: Callable[[], float]) -> None:
+        self.inbox = inbox
+        self.orphan_timeout_s = orphan_timeout_s
+        self.clock = clock
+        self.lease = -1
+        self.holder: bytes | None = None
+        self._seen_at = clock()
+        self._num_dropped = 0
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages of older leases, undecodable ones, and those that the front end did not take."""
+        return self._num_dropped + self.inbox.num_dropped
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the lease's holder last said anything."""
+        return self.clock() - self._seen_at
+
+    @property
+    def is_orphaned(self) -> bool:
+        return self.silent_s > self.orphan_timeout_s
+
+    def start_waiting(self) -> None:
+        """The orphan time-out runs from here."""
+        self._seen_at = self.clock()
+
+    def receive(self, timeout_s: float) -> Iterator[Submit | Abort | Attach | Wake | StopEngine]:
+        """What the engine has to act on; waits at most `timeout_s` for the first message.
+
+        An `Attach` is passed on only if it brings a newer lease: what the older one asked for is void.
+        """
+        for sender, message in self.inbox.receive(timeout_s):
+            match message:
+                case Submit() | Abort() | Heartbeat():
+                    if self._holds_lease(sender, message.lease) and not isinstance(message, Heartbeat):
+                        yield message
+                case Attach():
+                    if sender is not None and self._take_lease(sender, message.lease):
+                        yield message
+                case Wake() | StopEngine():
+                    yield message
+
+    def _holds_lease(self, sender: bytes | None, lease: int) -> bool:
+        if lease != self.lease or sender != self.holder:
+            self._num_dropped += 1
+            return False
+        self._seen_at = self.clock()
+        return True
+
+    def _take_lease(self, sender: bytes, lease: int) -> bool:
+        if lease < self.lease:
+            self._num_dropped += 1
+            return False
+        newer = lease > self.lease
+        self.lease, self.holder = lease, sender
+        self._seen_at = self.clock()
+        return newer
+
+    def send(self, message: Attached | StepOutput | Rejected | EngineFailed) -> None:
+        """To the lease's holder, without waiting; dropped and counted if it does not take it."""
+        if self.holder is None:
+            return
+        if not self.inbox.send(self.holder, message):
+            self._num_dropped += 1
+            logger.warning("lease %d does not take messages, dropped a %s", self.lease, type(message).__name__)

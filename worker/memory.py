@@ -1,0 +1,84 @@
+"""How much memory a worker needs and gives to its KV cache, said before it is taken."""
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from moeray.comm.errors import CapacityError
+from moeray.worker.config import BLOCK_SIZE, WorkerConfig
+from moeray.worker.kv_cache import blocks_for
+from moeray.worker.models.config import DecoderConfig
+
+# Of the memory that is free when a worker starts, the share that all caches of a host may take together.
+KV_SHARE = 0.5
+# Nobody needs a larger cache by default: sequences beyond this wait.
+DEFAULT_KV_TOKENS = 1 << 18
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHECKPOINT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """`num_blocks` counts the block that pads block tables."""
+
+    num_blocks: int
+    kv_cache_bytes: int
+    weights_bytes: int
+
+
+def choose_dtype(requested: str, config: DecoderConfig, device: str) -> str:
+    """`auto` is the checkpoint's type on CUDA and fp32 on CPU, where bf16 and fp16 GEMMs are slow or inexact."""
+    if requested != "auto":
+        return requested
+    return "fp32" if device == "cpu" else CHECKPOINT_DTYPES.get(config.checkpoint_dtype, "bf16")
+
+
+def free_memory_bytes(device: str) -> int:
+    """Memory that a worker could take now."""
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return int(free)
+    return int(psutil.virtual_memory().available)
+
+
+def weights_bytes(config: DecoderConfig, num_experts: int, itemsize: int) -> int:
+    """Bytes of the weights of a worker that holds `num_experts` experts in each MoE layer."""
+    hidden = config.hidden_size
+    heads = (config.num_heads + config.num_kv_heads) * 2 * config.head_dim * hidden
+    expert = 3 * hidden * config.moe.intermediate_size
+    dense = 3 * hidden * config.dense_intermediate_size
+    num_dense = config.num_layers - config.num_moe_layers
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    moe = config.num_moe_layers * (num_experts * expert + config.num_experts * hidden)
+    return itemsize * (embeddings + config.num_layers * (heads + 2 * hidden) + num_dense * dense + moe)
+
+
+def plan_memory(
+    worker: WorkerConfig, config: DecoderConfig, *, max_model_len: int, num_experts: int, dtype: str
+) -> MemoryPlan:
+    """Size the KV cache. Raises `CapacityError` if weights or one sequence of full length do not fit."""
+    itemsize = TORCH_DTYPES[dtype].itemsize
+    weights = weights_bytes(config, num_experts, itemsize)
+    free = free_memory_bytes(worker.device)
+    if weights > free:
+        raise CapacityError(f"the weights need {weights >> 20} MiB, {free >> 20} MiB are free")
+    block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * BLOCK_SIZE
+    needed = (blocks_for(max_model_len) + 1) * block
+    budget = worker.kv_cache_bytes
+    if budget is None:
+        share = int((free - weights) * KV_SHARE) // worker.max_workers
+        useful = blocks_for(min(DEFAULT_KV_TOKENS, worker.max_num_seqs * max_model_len)) * block
+        budget = max(min(useful, share), min(needed, share * worker.max_workers))
+    if budget < needed:
+        raise CapacityError(
+            f"the KV cache would get {budget >> 20} MiB, one sequence of {max_model_len} tokens needs "
+            f"{-(-needed >> 20)} MiB: lower max_model_len or raise kv_cache_bytes"
+        )
+    if weights + budget > free:
+        raise CapacityError(
+            f"weights ({weights >> 20} MiB) and KV cache ({budget >> 20} MiB) exceed the free {free >> 20} MiB"
+        )
+    num_blocks = budget // block
+    return MemoryPlan(num_blocks=num_blocks, kv_cache_bytes=num_blocks * block, weights_bytes=weights)

@@ -1,0 +1,86 @@
+"""One call that builds a MoE layer: router, experts, shared experts and quantisation method, joined in a `MoERunner`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moeray.comm.exchange import ExpertExchange
+from moeray.worker.models.linear import RowLinear
+from moeray.worker.moe.expert_load import ExpertLoad
+from moeray.worker.moe.quant.base import FusedMoEMethodBase
+from moeray.worker.moe.quant.unquantized import UnquantizedMoEMethod
+from moeray.worker.moe.routed_experts import RoutedExperts
+from moeray.worker.moe.router import Router
+from moeray.worker.moe.runner import MoERunner, Transform
+from moeray.worker.moe.shared_experts import SharedExperts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEEnvironment:
+    """What all MoE layers of a worker share.
+
+    `row_exact`: a row's bits may not depend on its batch. `make_quant_method` is called once a layer.
+    """
+
+    exchange: ExpertExchange
+    expert_load: ExpertLoad
+    num_seats: int
+    dtype: torch.dtype
+    device: torch.device
+    row_exact: bool
+    make_quant_method: Callable[[], FusedMoEMethodBase] = UnquantizedMoEMethod
+
+
+def FusedMoEFactory(
+    *,
+    environment: MoEEnvironment,
+    layer: int,
+    router: Router,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    activation: str = "silu",
+    internal_router: bool = True,
+    shared_experts: SharedExperts | None = None,
+    routed_scaling_factor: float = 1.0,
+    input_transform: Transform | None = None,
+    output_transform: Transform | None = None,
+) -> MoERunner:
+    """Build the `MoERunner` of MoE layer number `layer`, with room for `num_seats` experts and nothing loaded.
+
+    With `internal_router` the runner owns the gate's weight [E, D] and computes the logits itself. Raises `ValueError`
+    for an unknown activation.
+    """
+    quant_method = environment.make_quant_method()
+    routed_experts = RoutedExperts(
+        layer=layer,
+        num_experts=num_experts,
+        num_seats=environment.num_seats,
+        top_k=router.top_k,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        activation=activation,
+        dtype=environment.dtype,
+        device=environment.device,
+        row_exact=environment.row_exact,
+        exchange=environment.exchange,
+        quant_method=quant_method,
+    )
+    gate_ED = None
+    if internal_router:
+        empty = torch.empty((num_experts, hidden_size), dtype=environment.dtype, device=environment.device)
+        gate_ED = nn.Parameter(empty, requires_grad=False)
+    return MoERunner(
+        router=router,
+        routed_experts=routed_experts,
+        quant_method=quant_method,
+        linear=RowLinear(environment.row_exact),
+        expert_load=environment.expert_load,
+        gate_ED=gate_ED,
+        shared_experts=shared_experts,
+        routed_scaling_factor=routed_scaling_factor,
+        input_transform=input_transform,
+        output_transform=output_transform,
+    )

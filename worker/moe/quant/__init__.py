@@ -1,0 +1,1 @@
+"""Quantisation methods: each owns its weights' format and builds its own kernel."""

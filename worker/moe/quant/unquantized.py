@@ -1,0 +1,120 @@
+"""Experts in the model's own floating-point type.
+
+Legend: S seats, R received rows, K experts per token, P pairs, Q pairs with padding, D hidden, F intermediate.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from moeray.worker.models.linear import ROW_MULTIPLE
+from moeray.worker.moe.activation import GatedActivation, gated_activation
+from moeray.worker.moe.kernel import FusedMoEKernel, PrepareFinalize
+from moeray.worker.moe.quant.base import FusedMoEMethodBase, FusedMoEQuantConfig
+from moeray.worker.moe.routed_experts import RoutedExperts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Pairs of one batch, sorted by seat; each seat's run starts at a multiple of the row multiple.
+
+    `runs` are (seat, start, end) over the Q sorted places; `source_rows_Q` is the received row of each place and
+    `place_of_pair_P` where each pair's result lies.
+    """
+
+    runs: list[tuple[int, int, int]]
+    source_rows_Q: torch.Tensor
+    place_of_pair_P: torch.Tensor
+
+
+def group_by_seat(seat_ids_RK: torch.Tensor, row_multiple: int) -> ExpertGroups:
+    """Sort a batch's pairs by seat; places that only pad a run repeat row 0."""
+    top_k = seat_ids_RK.shape[1]
+    flat = seat_ids_RK.reshape(-1).cpu().numpy()
+    pair_positions = np.flatnonzero(flat >= 0)
+    seats_P = flat[pair_positions]
+    order = np.argsort(seats_P, kind="stable")
+    counts = np.bincount(seats_P)
+    filled = np.flatnonzero(counts)
+    widths = -(-counts[filled] // row_multiple) * row_multiple
+    ends = np.cumsum(widths)
+    starts = ends - widths
+    first_of_seat = np.cumsum(counts[filled]) - counts[filled]
+    offsets = np.repeat(starts - first_of_seat, counts[filled])
+    places_sorted = np.arange(len(order)) + offsets
+    source_rows_Q = np.zeros(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+    source_rows_Q[places_sorted] = pair_positions[order] // top_k
+    place_of_pair_P = np.empty(len(order), dtype=np.int64)
+    place_of_pair_P[order] = places_sorted
+    return ExpertGroups(
+        runs=list(zip(filled.tolist(), starts.tolist(), ends.tolist(), strict=True)),
+        source_rows_Q=torch.from_numpy(source_rows_Q).to(seat_ids_RK.device),
+        place_of_pair_P=torch.from_numpy(place_of_pair_P).to(seat_ids_RK.device),
+    )
+
+
+class UnquantizedExperts:
+    """Grouped GEMMs as one matrix product per filled seat that got rows.
+
+    With `row_exact` each run is padded to a multiple of 4 rows, so that a row's bits do not depend on how many rows
+    its expert got (see `worker/models/linear.py`).
+    """
+
+    def __init__(
+        self,
+        w13_S2FD: torch.Tensor,
+        w2_SDF: torch.Tensor,
+        activation: GatedActivation,
+        quant_config: FusedMoEQuantConfig,
+    ) -> None:
+        self.w13_S2FD = w13_S2FD
+        self.w2_SDF = w2_SDF
+        self.activation = activation
+        self.quant_config = quant_config
+
+    def supports(self, quant_config: FusedMoEQuantConfig) -> tuple[bool, str]:
+        if quant_config.dispatch_dtype != self.w13_S2FD.dtype:
+            return False, f"weights are {self.w13_S2FD.dtype}, rows would be {quant_config.dispatch_dtype}"
+        return True, ""
+
+    def apply(self, hidden_RD: torch.Tensor, seat_ids_RK: torch.Tensor) -> torch.Tensor:
+        groups = group_by_seat(seat_ids_RK, ROW_MULTIPLE if self.quant_config.row_exact else 1)
+        rows_QD = hidden_RD.index_select(0, groups.source_rows_Q)
+        gate_up_Q2F = rows_QD.new_empty((rows_QD.shape[0], self.w13_S2FD.shape[1]))
+        for seat, start, end in groups.runs:
+            torch.mm(rows_QD[start:end], self.w13_S2FD[seat].t(), out=gate_up_Q2F[start:end])
+        hidden_QF = self.activation(gate_up_Q2F)
+        out_QD = torch.empty_like(rows_QD)
+        for seat, start, end in groups.runs:
+            torch.mm(hidden_QF[start:end], self.w2_SDF[seat].t(), out=out_QD[start:end])
+        return out_QD.index_select(0, groups.place_of_pair_P)
+
+
+class UnquantizedMoEMethod(FusedMoEMethodBase):
+    """Weights as in the checkpoint: w13 [S, 2F, D] (gate first) and w2 [S, D, F]."""
+
+    def create_weights(self, layer: RoutedExperts) -> None:
+        shape_13 = (layer.num_seats, 2 * layer.intermediate_size, layer.hidden_size)
+        shape_2 = (layer.num_seats, layer.hidden_size, layer.intermediate_size)
+        for name, shape in (("w13_S2FD", shape_13), ("w2_SDF", shape_2)):
+            empty = torch.empty(shape, dtype=layer.dtype, device=layer.device)
+            layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+    def load_expert(self, layer: RoutedExperts, seat: int, name: str, tensor: torch.Tensor) -> None:
+        if name == "down":
+            layer.w2_SDF.data[seat].copy_(tensor)
+            return
+        half = slice(0, layer.intermediate_size) if name == "gate" else slice(layer.intermediate_size, None)
+        layer.w13_S2FD.data[seat, half].copy_(tensor)
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
+        return FusedMoEQuantConfig(dispatch_dtype=layer.dtype, weight_format="unquantized", row_exact=layer.row_exact)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        quant_config = self.get_fused_moe_quant_config(layer)
+        experts = UnquantizedExperts(
+            layer.w13_S2FD.data, layer.w2_SDF.data, gated_activation(layer.activation), quant_config
+        )
+        self._moe_kernel = FusedMoEKernel(PrepareFinalize(layer.layer, layer.exchange, quant_config), experts)

@@ -1,0 +1,53 @@
+"""The experts that live on this worker: per-seat weights of one layer.
+
+Legend: S seats, D hidden, F intermediate.
+"""
+
+import torch
+from torch import nn
+
+from moeray.comm.exchange import ExpertExchange
+from moeray.worker.moe.quant.base import FusedMoEMethodBase
+
+
+class RoutedExperts(nn.Module):
+    """Holds what a quantisation method registers on it; seats are filled by the loader and may change contents later.
+
+    `layer` counts MoE layers. `row_exact`: a row's result must not depend on the batch that it is in.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        num_experts: int,
+        num_seats: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        row_exact: bool,
+        exchange: ExpertExchange,
+        quant_method: FusedMoEMethodBase,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_experts = num_experts
+        self.num_seats = num_seats
+        self.top_k = top_k
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.activation = activation
+        self.dtype = dtype
+        self.device = device
+        self.row_exact = row_exact
+        self.exchange = exchange
+        quant_method.create_weights(self)
+
+    def replace_weights(self, quant_method: FusedMoEMethodBase) -> None:
+        """Drops the parameters of the old method and registers those of the new one (before loading only)."""
+        for name in list(self._parameters):
+            delattr(self, name)
+        quant_method.create_weights(self)

@@ -1,0 +1,43 @@
+"""Experts that every token goes to: a dense gated MLP beside the routed ones, never dispatched.
+
+Legend: T tokens, D hidden, F intermediate.
+"""
+
+import torch
+from torch import nn
+
+from moeray.worker.models.linear import RowLinear
+from moeray.worker.moe.activation import gated_activation
+
+
+class SharedExperts(nn.Module):
+    """down(act(gate_up(x))), times sigmoid(gate(x)) if the family gates its shared expert (Qwen2-MoE)."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        linear: RowLinear,
+        dtype: torch.dtype,
+        device: torch.device,
+        gated: bool = False,
+    ) -> None:
+        super().__init__()
+        self.linear = linear
+        self.activation = gated_activation(activation)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.gate_up_proj = parameter(2 * intermediate_size, hidden_size)
+        self.down_proj = parameter(hidden_size, intermediate_size)
+        self.gate = parameter(1, hidden_size) if gated else None
+
+    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        gate_up_T2F = self.linear(hidden_TD, self.gate_up_proj)
+        out_TD = self.linear(self.activation(gate_up_T2F), self.down_proj)
+        if self.gate is not None:
+            out_TD = out_TD * torch.sigmoid(self.linear(hidden_TD, self.gate))
+        return out_TD
