@@ -6,6 +6,7 @@ Tokens never pass through it; they go over the worker's own sockets.
 import asyncio
 import logging
 import os
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -13,7 +14,9 @@ from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
 from moeray.worker.config import WorkerConfig, WorkerReady
-from moeray.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from moeray.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,14 @@ class WorkerActor:
 
     def __init__(self, slot: int, incarnation: int, config: WorkerConfig, client: KeyPair, bind_host: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        self.worker = Worker(slot=slot, incarnation=incarnation, config=config, client=client, bind_host=bind_host)
+        # Only here, because the controller imports this module too, to create the actor, and needs no torch.
+        from moeray.worker.worker import Worker
+
+        host = bind_host or ray.util.get_node_ip_address()
+        self._serving = asyncio.Event()
+        self.worker: Worker = Worker(
+            slot=slot, incarnation=incarnation, config=config, client=client, bind_host=host
+        )
 
     async def load(self, placement: ExpertPlacement) -> WorkerReady:
         """See `Worker.load`."""
@@ -50,6 +60,7 @@ class WorkerActor:
     async def serve(self) -> None:
         """See `Worker.serve`; the process ends by itself if no front end is seen for the orphan time-out."""
         self.worker.serve()
+        self._serving.set()
         self._orphan_watch = asyncio.create_task(self._exit_if_orphaned())
 
     async def num_requests(self) -> int:
@@ -57,7 +68,11 @@ class WorkerActor:
         return self.worker.engine.num_requests if self.worker.engine else 0
 
     async def wait_failure(self) -> str | None:
-        """Returns once the engine has ended: what it failed with, None if it was told to stop or orphaned."""
+        """Returns once the engine has ended: what it failed with, None if it was told to stop or orphaned.
+
+        Before `serve` it waits, so that a call in flight always tells of the death of this process.
+        """
+        await self._serving.wait()
         while not await asyncio.to_thread(self.worker.wait, WAIT_SLICE_S):
             pass
         return self.worker.engine.failure if self.worker.engine else None

@@ -30,7 +30,7 @@ class PreparedBatch:
 
 
 def prepare_batch(batch: ScheduledBatch, cache: PagedKVCache) -> PreparedBatch:
-    """Lay the step's rows out: single tokens first, by context length, then chunks of prompts. Works for an empty batch."""
+    """Lay the step's rows out: single tokens first, by context length, then chunks of prompts. It may be empty."""
     reference = cache.keys[0]
     singles = sorted(
         (item for item in batch.items if item.num_tokens == 1),

@@ -11,8 +11,8 @@ from moeray.worker.messages import SamplingParams, Submit
 class Sequence:
     """One running or waiting sequence.
 
-    `token_ids` are prompt and output so far; the KV cache holds the first `num_computed_tokens` of them. `output_counts`
-    counts generated tokens for penalties.
+    `token_ids` are prompt and output so far; the KV cache holds the first `num_computed_tokens` of them.
+    `output_counts` counts generated tokens for penalties.
     """
 
     seq_id: str

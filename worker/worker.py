@@ -1,4 +1,4 @@
-"""A worker without Ray: load, join an epoch, serve. `worker/actor.py` puts it behind an actor, tests use it as it is."""
+"""A worker without Ray: load, join an epoch, serve. `worker/actor.py` puts it behind an actor."""
 
 import logging
 import os

@@ -95,7 +95,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                f"num_attention_heads is {self.num_heads}, must be a multiple of num_key_value_heads ({self.num_kv_heads})"
+                f"num_attention_heads is {self.num_heads}, must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads})"
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim is {self.head_dim}, must be even for rotary embeddings")

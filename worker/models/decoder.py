@@ -6,6 +6,7 @@ head, d head dimension.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from moeray.comm.buffers import MoELayerSpec
 from moeray.worker.models.attention import AttentionPlan, PagedKVCache, paged_attention
 from moeray.worker.models.config import DecoderConfig
 from moeray.worker.models.linear import RowLinear
+from moeray.worker.models.parameters import empty_parameter
 from moeray.worker.moe.factory import FusedMoEFactory, MoEEnvironment
 from moeray.worker.moe.router import TopKRouter
 from moeray.worker.moe.runner import MoERunner
@@ -64,11 +66,7 @@ class Attention(nn.Module):
         self.scale = config.head_dim**-0.5
         self.q_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
-        factory = {"dtype": environment.dtype, "device": environment.device}
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, **factory), requires_grad=False)
-
+        parameter = partial(empty_parameter, dtype=environment.dtype, device=environment.device)
         self.qkv_proj = parameter(self.q_size + 2 * self.kv_size, config.hidden_size)
         self.o_proj = parameter(config.hidden_size, self.q_size)
         self.qkv_bias = parameter(self.q_size + 2 * self.kv_size) if config.attention_bias else None
@@ -86,7 +84,7 @@ class Attention(nn.Module):
         config = self.config
         num_tokens = hidden_TD.shape[0]
         qkv = self.linear(hidden_TD, self.qkv_proj, self.qkv_bias)
-        query, keys, values = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        query, keys, values = torch.split(qkv, [self.q_size, self.kv_size, self.kv_size], dim=-1)
         query = query.reshape(num_tokens, config.num_heads, config.head_dim)
         kv_shape = (num_tokens, config.num_kv_heads, config.head_dim)
         keys = keys.reshape(kv_shape)
@@ -106,9 +104,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, environment: MoEEnvironment) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        factory = {"dtype": environment.dtype, "device": environment.device}
-        self.input_norm = nn.Parameter(torch.empty(config.hidden_size, **factory), requires_grad=False)
-        self.post_norm = nn.Parameter(torch.empty(config.hidden_size, **factory), requires_grad=False)
+        parameter = partial(empty_parameter, dtype=environment.dtype, device=environment.device)
+        self.input_norm = parameter(config.hidden_size)
+        self.post_norm = parameter(config.hidden_size)
         self.attention = Attention(config, layer, environment)
         self.mlp: MoERunner | SharedExperts
         if layer in config.moe.layers:
@@ -131,7 +129,8 @@ class DecoderLayer(nn.Module):
         cache: PagedKVCache,
     ) -> torch.Tensor:
         hidden_TD = hidden_TD + self.attention(rms_norm(hidden_TD, self.input_norm, self.eps), rotary, batch, cache)
-        return hidden_TD + self.mlp(rms_norm(hidden_TD, self.post_norm, self.eps))
+        mlp_TD: torch.Tensor = self.mlp(rms_norm(hidden_TD, self.post_norm, self.eps))
+        return hidden_TD + mlp_TD
 
 
 def _moe_runner(config: DecoderConfig, moe_layer: int, environment: MoEEnvironment) -> MoERunner:
@@ -163,16 +162,11 @@ class Decoder(nn.Module):
         self.config = config
         self.environment = environment
         self.linear = RowLinear(environment.row_exact)
-        factory = {"dtype": environment.dtype, "device": environment.device}
-        shape = (config.vocab_size, config.hidden_size)
-        self.embed = nn.Parameter(torch.empty(shape, **factory), requires_grad=False)
+        parameter = partial(empty_parameter, dtype=environment.dtype, device=environment.device)
+        self.embed = parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, environment) for layer in range(config.num_layers))
-        self.norm = nn.Parameter(torch.empty(config.hidden_size, **factory), requires_grad=False)
-        self.lm_head = (
-            self.embed
-            if config.tie_word_embeddings
-            else nn.Parameter(torch.empty(shape, **factory), requires_grad=False)
-        )
+        self.norm = parameter(config.hidden_size)
+        self.lm_head = self.embed if config.tie_word_embeddings else parameter(config.vocab_size, config.hidden_size)
         self.cos, self.sin = rotary_tables(config, max_model_len, environment.device)
 
     def decoder_layers(self) -> Sequence[DecoderLayer]:

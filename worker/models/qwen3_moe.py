@@ -12,6 +12,7 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
     reader.require("use_sliding_window", False)
     reader.get("sliding_window", "max_window_layers")  # without effect while use_sliding_window is false
     reader.require("layer_types", None, ["full_attention"] * reader.integer("num_hidden_layers"))
+    reader.require("hidden_act", "silu", "gelu", "gelu_pytorch_tanh")
     num_layers = reader.integer("num_hidden_layers")
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")

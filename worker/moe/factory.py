@@ -1,13 +1,13 @@
-"""One call that builds a MoE layer: router, experts, shared experts and quantisation method, joined in a `MoERunner`."""
+"""One call that builds a MoE layer: router, experts, shared experts and quantisation method, in a `MoERunner`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from moeray.comm.exchange import ExpertExchange
 from moeray.worker.models.linear import RowLinear
+from moeray.worker.models.parameters import empty_parameter
 from moeray.worker.moe.expert_load import ExpertLoad
 from moeray.worker.moe.quant.base import FusedMoEMethodBase
 from moeray.worker.moe.quant.unquantized import UnquantizedMoEMethod
@@ -70,8 +70,7 @@ def FusedMoEFactory(
     )
     gate_ED = None
     if internal_router:
-        empty = torch.empty((num_experts, hidden_size), dtype=environment.dtype, device=environment.device)
-        gate_ED = nn.Parameter(empty, requires_grad=False)
+        gate_ED = empty_parameter(num_experts, hidden_size, dtype=environment.dtype, device=environment.device)
     return MoERunner(
         router=router,
         routed_experts=routed_experts,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from moeray.comm.exchange import ExpertExchange
+from moeray.worker.moe.activation import gated_activation
 from moeray.worker.moe.quant.base import FusedMoEMethodBase
 
 
@@ -39,7 +40,7 @@ class RoutedExperts(nn.Module):
         self.top_k = top_k
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.activation = activation
+        self.activation = gated_activation(activation)
         self.dtype = dtype
         self.device = device
         self.row_exact = row_exact

@@ -15,9 +15,11 @@ RoutingFunction = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor
 
 
 class Router(Protocol):
-    """Selects experts; `top_k` is K."""
+    """Selects experts."""
 
-    top_k: int
+    @property
+    def top_k(self) -> int:
+        """K, the experts per token."""
 
     def select(self, hidden_TD: torch.Tensor, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (topk_weights_TK fp32, topk_ids_TK int64); ids are logical experts."""

@@ -106,7 +106,7 @@ class MoERunner(MoERunnerInterface):
             routed_TD = self.output_transform(routed_TD)
         if shared is None:
             return routed_TD
-        shared_TD = shared(hidden_TD)
+        shared_TD: torch.Tensor = shared(hidden_TD)
         if self.routed_scaling_factor != 1.0 and divide_shared:
             shared_TD = shared_TD / self.routed_scaling_factor
         return routed_TD + shared_TD

@@ -3,10 +3,13 @@
 Legend: T tokens, D hidden, F intermediate.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from moeray.worker.models.linear import RowLinear
+from moeray.worker.models.parameters import empty_parameter
 from moeray.worker.moe.activation import gated_activation
 
 
@@ -27,10 +30,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.linear = linear
         self.activation = gated_activation(activation)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+        parameter = partial(empty_parameter, dtype=dtype, device=device)
         self.gate_up_proj = parameter(2 * intermediate_size, hidden_size)
         self.down_proj = parameter(hidden_size, intermediate_size)
         self.gate = parameter(1, hidden_size) if gated else None

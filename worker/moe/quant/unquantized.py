@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from moeray.worker.models.linear import ROW_MULTIPLE
-from moeray.worker.moe.activation import GatedActivation, gated_activation
+from moeray.worker.models.parameters import empty_parameter
+from moeray.worker.moe.activation import GatedActivation
 from moeray.worker.moe.kernel import FusedMoEKernel, PrepareFinalize
 from moeray.worker.moe.quant.base import FusedMoEMethodBase, FusedMoEQuantConfig
 from moeray.worker.moe.routed_experts import RoutedExperts
@@ -99,15 +99,14 @@ class UnquantizedMoEMethod(FusedMoEMethodBase):
         shape_13 = (layer.num_seats, 2 * layer.intermediate_size, layer.hidden_size)
         shape_2 = (layer.num_seats, layer.hidden_size, layer.intermediate_size)
         for name, shape in (("w13_S2FD", shape_13), ("w2_SDF", shape_2)):
-            empty = torch.empty(shape, dtype=layer.dtype, device=layer.device)
-            layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+            layer.register_parameter(name, empty_parameter(*shape, dtype=layer.dtype, device=layer.device))
 
     def load_expert(self, layer: RoutedExperts, seat: int, name: str, tensor: torch.Tensor) -> None:
         if name == "down":
-            layer.w2_SDF.data[seat].copy_(tensor)
+            layer.get_parameter("w2_SDF").data[seat].copy_(tensor)
             return
         half = slice(0, layer.intermediate_size) if name == "gate" else slice(layer.intermediate_size, None)
-        layer.w13_S2FD.data[seat, half].copy_(tensor)
+        layer.get_parameter("w13_S2FD").data[seat, half].copy_(tensor)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(dispatch_dtype=layer.dtype, weight_format="unquantized", row_exact=layer.row_exact)
@@ -115,6 +114,6 @@ class UnquantizedMoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         quant_config = self.get_fused_moe_quant_config(layer)
         experts = UnquantizedExperts(
-            layer.w13_S2FD.data, layer.w2_SDF.data, gated_activation(layer.activation), quant_config
+            layer.get_parameter("w13_S2FD").data, layer.get_parameter("w2_SDF").data, layer.activation, quant_config
         )
         self._moe_kernel = FusedMoEKernel(PrepareFinalize(layer.layer, layer.exchange, quant_config), experts)
