@@ -97,24 +97,22 @@ class Engine:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Step until told to stop, orphaned, or failed; a failure is kept in `failure` and told to the front end.
-
-        Raises what ended the loop unless it was a peer that left while all were stopping.
-        """
+        """Step until told to stop, orphaned, or failed; a failure is kept in `failure` and told to the front end."""
         self.parts.mailbox.start_waiting()
         try:
             while self._run_one():
                 pass
         except GroupError as error:
+            # While all stop, a peer that has left already is no failure.
             if not self._stopping:
+                logger.error("%s step loop ended: %s", self._where(), error)
                 self._fail(error)
         except Exception as error:
+            logger.exception("%s step loop ended", self._where())
             self._fail(error)
-            raise
 
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
-        logger.error("%s step loop ended: %s", self._where(), self.failure)
         self.parts.mailbox.send(EngineFailed(self.parts.slot, self.parts.incarnation, self.failure))
 
     def _where(self) -> str:
