@@ -1,0 +1,147 @@
+"""The front end's connections to the workers: one authenticated socket each, opened and closed as the view changes."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from moeray.api.router import MemberKey
+from moeray.comm.sockets import AsyncLink, KeyPair
+from moeray.elastic.view import Attachment, ClusterView, MemberView
+from moeray.worker.messages import Attach, Attached, EngineFailed, FromWorker, Heartbeat, ToWorker
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLink(Protocol):
+    """A connection to one worker's inbox. `num_dropped` counts messages that were lost on this side."""
+
+    num_dropped: int
+
+    def send(self, message: ToWorker) -> None:
+        """Hand over without waiting, order is kept; dropped and counted if the queue is full."""
+
+    async def receive(self) -> FromWorker:
+        """The worker's next message."""
+
+    def close(self) -> None:
+        """Give the socket back; a pending `receive` is cancelled by its owner first."""
+
+
+class LinkFactory(Protocol):
+    """Opens connections, and gives back what they share."""
+
+    def open(self, member: MemberView, attachment: Attachment) -> WorkerLink:
+        """A connection to a member that has an endpoint and a key."""
+
+    def close(self) -> None:
+        """No connection is open any more."""
+
+
+class SocketLinks:
+    """Connections over ZeroMQ, all on one context; the lease is part of this client's identity."""
+
+    def __init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+
+    def open(self, member: MemberView, attachment: Attachment) -> WorkerLink:
+        assert member.endpoint is not None
+        assert member.public_key is not None
+        keys = KeyPair(public=attachment.public_key, secret=attachment.secret_key)
+        link = AsyncLink[FromWorker](decoder=self._decoder, context=self._context)
+        link.connect(member.endpoint, member.public_key, keys, f"front-end-{attachment.lease}")
+        return link
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+OnMessage = Callable[[MemberKey, FromWorker], None]
+
+
+@dataclass(slots=True)
+class _Peer:
+    link: WorkerLink
+    receiver: asyncio.Task[None]
+    is_attached: bool = field(default=False)
+
+
+class Links:
+    """All connections of one lease. `update` follows the view; messages arrive at `on_message` on the event loop."""
+
+    def __init__(self, attachment: Attachment, factory: LinkFactory, on_message: OnMessage) -> None:
+        self._attachment = attachment
+        self._factory = factory
+        self._on_message = on_message
+        self._peers: dict[MemberKey, _Peer] = {}
+
+    @property
+    def lease(self) -> int:
+        return self._attachment.lease
+
+    def update(self, view: ClusterView) -> list[MemberKey]:
+        """Connect to new serving members, disconnect from the others; returns those that were lost."""
+        serving = {
+            (member.slot, member.incarnation): member
+            for member in view.members
+            if member.state == "serving" and member.endpoint is not None and member.public_key is not None
+        }
+        lost = [key for key in self._peers if key not in serving]
+        for key in lost:
+            self.drop(key)
+        for key, member in serving.items():
+            if key not in self._peers:
+                self._connect(key, member)
+        return lost
+
+    def send(self, key: MemberKey, message: ToWorker) -> bool:
+        """Send to a member; False if it is gone or takes nothing more."""
+        if (peer := self._peers.get(key)) is None:
+            return False
+        num_dropped = peer.link.num_dropped
+        peer.link.send(message)
+        return peer.link.num_dropped == num_dropped
+
+    def beat(self) -> None:
+        """Hold the lease at every member; ask those again that have not answered the attach."""
+        for peer in self._peers.values():
+            peer.link.send(Heartbeat(self.lease) if peer.is_attached else Attach(self.lease))
+
+    def drop(self, key: MemberKey) -> None:
+        """Close the connection to a member."""
+        if (peer := self._peers.pop(key, None)) is not None:
+            peer.receiver.cancel()
+            peer.link.close()
+
+    async def close(self) -> None:
+        receivers = [peer.receiver for peer in self._peers.values()]
+        for key in list(self._peers):
+            self.drop(key)
+        await asyncio.gather(*receivers, return_exceptions=True)
+
+    def _connect(self, key: MemberKey, member: MemberView) -> None:
+        link = self._factory.open(member, self._attachment)
+        receiver = asyncio.create_task(self._receive(key, link), name=f"link to slot {key[0]}")
+        self._peers[key] = _Peer(link, receiver)
+        link.send(Attach(self.lease))
+
+    async def _receive(self, key: MemberKey, link: WorkerLink) -> None:
+        while True:
+            try:
+                message = await link.receive()
+            except zmq.ZMQError as error:
+                self._on_message(key, EngineFailed(*key, f"the connection broke: {error}"))
+                return
+            if isinstance(message, Attached) and message.lease == self.lease:
+                self._peers[key].is_attached = True
+            try:
+                self._on_message(key, message)
+            except Exception:
+                # One bad message must not silence the worker for all other requests.
+                logger.exception("[slot %d] a %s could not be handled", key[0], type(message).__name__)

@@ -1,0 +1,68 @@
+"""Which worker gets the next sequence: the one with the fewest outstanding tokens."""
+
+from dataclasses import dataclass
+
+# A worker in this life: (slot, incarnation).
+MemberKey = tuple[int, int]
+
+
+@dataclass(slots=True)
+class MemberLoad:
+    """What a worker still has to do for this front end."""
+
+    num_sequences: int = 0
+    outstanding_tokens: int = 0
+
+
+class Router:
+    """Knows the serving members and their load. Pure bookkeeping: the caller sends and reports progress."""
+
+    def __init__(self, max_inflight_per_worker: int) -> None:
+        self._max_inflight = max_inflight_per_worker
+        self._loads: dict[MemberKey, MemberLoad] = {}
+
+    @property
+    def members(self) -> tuple[MemberKey, ...]:
+        """Serving members by slot."""
+        return tuple(sorted(self._loads))
+
+    def add(self, member: MemberKey) -> None:
+        """From now on `member` gets sequences; adding it twice changes nothing."""
+        self._loads.setdefault(member, MemberLoad())
+
+    def remove(self, member: MemberKey) -> None:
+        """`member` gets nothing more and its load is forgotten."""
+        self._loads.pop(member, None)
+
+    def load(self, member: MemberKey) -> MemberLoad:
+        return self._loads.get(member) or MemberLoad()
+
+    def num_free(self) -> int:
+        """How many more sequences the members take at once."""
+        return sum(max(0, self._max_inflight - load.num_sequences) for load in self._loads.values())
+
+    def choose(self) -> MemberKey | None:
+        """The member with the fewest outstanding tokens that has room, ties by slot; None if all are full."""
+        free = [
+            (load.outstanding_tokens, member)
+            for member, load in self._loads.items()
+            if load.num_sequences < self._max_inflight
+        ]
+        return min(free)[1] if free else None
+
+    def take(self, member: MemberKey, tokens: int) -> None:
+        """A sequence with `tokens` outstanding (prompt to prefill and tokens to come) was given to `member`."""
+        load = self._loads[member]
+        load.num_sequences += 1
+        load.outstanding_tokens += tokens
+
+    def progress(self, member: MemberKey, tokens: int) -> None:
+        """`tokens` of what was outstanding are done."""
+        if (load := self._loads.get(member)) is not None:
+            load.outstanding_tokens -= tokens
+
+    def release(self, member: MemberKey, tokens: int) -> None:
+        """A sequence has left `member`, with `tokens` still outstanding that will not be done."""
+        if (load := self._loads.get(member)) is not None:
+            load.num_sequences -= 1
+            load.outstanding_tokens -= tokens
