@@ -41,7 +41,9 @@ class ExpertPlacement:
                 raise ValueError(f"layer {layer}, slot {slot}: {len(seats)} seats, must be {self.num_seats}")
             held = [expert for expert in seats if expert != EMPTY_SEAT]
             if any(not 0 <= expert < self.num_experts for expert in held):
-                raise ValueError(f"layer {layer}, slot {slot}: an expert id is outside 0..{self.num_experts - 1}")
+                raise ValueError(
+                    f"layer {layer}, slot {slot}: an expert id is outside 0..{self.num_experts - 1}"
+                )
             if len(set(held)) != len(held):
                 raise ValueError(f"layer {layer}, slot {slot}: two replicas of one expert on one worker")
             seen.update(held)
@@ -62,7 +64,9 @@ class ExpertPlacement:
             raise ValueError("slots is empty, must name at least one worker")
         fullest = -(-num_experts // size)
         if num_seats < fullest:
-            raise ValueError(f"num_seats is {num_seats}, must be at least {fullest} for {num_experts} experts on {size}")
+            raise ValueError(
+                f"num_seats is {num_seats}, must be at least {fullest} for {num_experts} experts on {size}"
+            )
         base, extra = divmod(num_experts, size)
         members: list[tuple[int, ...]] = []
         first = 0
