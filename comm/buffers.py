@@ -174,7 +174,7 @@ def prepare_communication_buffer_for_model(
     piece_tokens = choose_piece_tokens(specs, capacity)
     try:
         buffers = CommunicationBuffers(specs, capacity, piece_tokens, device)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except RuntimeError as error:
         size = sum(buffer_sizes(specs, capacity.max_workers, piece_tokens))
         raise CapacityError(f"communication buffers need {_mebibytes(size)} on {device}: {error}") from error
     logger.info("%s", buffers.describe())

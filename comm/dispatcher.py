@@ -26,8 +26,9 @@ class DispatchHandle:
 class DispatchedRows:
     """What arrived at this rank's experts.
 
-    `seat_ids_RK` (int64) is the local seat of each (row, k), or -1 where the expert sits elsewhere. Rows lie in
-    communication buffers: they are valid until the next call of the dispatcher.
+    `seat_ids_RK` (int64) is the local seat of each (row, k), or -1 where the expert sits elsewhere; a row may have no
+    seat here at all, and its values mean nothing then. Rows lie in communication buffers, possibly with a stride: they
+    are valid until the next call of the dispatcher. `topk_weights_RK` has no columns where weights stay at home.
     """
 
     hidden_RD: torch.Tensor

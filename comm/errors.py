@@ -9,6 +9,7 @@
     │   └── GroupTimeout     ... within the deadline
     ├── WorkerDied           a worker's process ended, or cannot be reached any more
     ├── EpochMismatch        ranks met with different epochs or steps
+    ├── OperationRefused     another operation runs; names it
     └── ControlTimeout       the controller or a worker did not answer a command in time
 
 The caller's own mistakes (a field out of range) are `ValueError`, raised where the value enters.
@@ -58,6 +59,14 @@ class WorkerDied(MoerayError):
 
 class EpochMismatch(MoerayError):
     """Ranks met in a header exchange with different epochs or steps."""
+
+
+class OperationRefused(MoerayError):
+    """One operation at a time: `operation_id` is the one that runs."""
+
+    def __init__(self, message: str, *, operation_id: str = "") -> None:
+        super().__init__(message)
+        self.operation_id = operation_id
 
 
 class ControlTimeout(MoerayError):

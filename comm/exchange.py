@@ -8,6 +8,7 @@ Legend: L MoE layers, E logical experts, T tokens, K experts per token, D hidden
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +29,20 @@ logger = logging.getLogger(__name__)
 COMBINE_MODES = ("exact", "fast")
 
 
+@dataclass(frozen=True, slots=True)
+class EpochExchange:
+    """What is particular to an epoch: its dispatcher, why it was chosen, and a seat for each expert, [L, E]."""
+
+    epoch: int
+    dispatcher: Dispatcher
+    choice: Choice
+    physical_LE: tuple[torch.Tensor, ...]
+
+    def describe(self, combine_mode: str) -> str:
+        """Which dispatcher it is, how it combines, and why it was chosen."""
+        return f"dispatcher {self.choice.name}, {combine_mode} combine ({self.choice.reason})"
+
+
 class ExpertExchange:
     """The current dispatcher behind one stable object. Used by the engine's thread only."""
 
@@ -40,9 +55,7 @@ class ExpertExchange:
         self.device = device
         self._requested = dispatcher
         self._buffers: CommunicationBuffers | None = None
-        self._dispatcher: Dispatcher | None = None
-        self._choice: Choice | None = None
-        self._physical_LE: tuple[torch.Tensor, ...] = ()
+        self._serving: EpochExchange | None = None
         self._traffic = TrafficCounter()
 
     def attach_buffers(self, buffers: CommunicationBuffers) -> None:
@@ -53,11 +66,11 @@ class ExpertExchange:
             raise ValueError(f"buffers are on {buffers.device}, must be on {self.device}")
         self._buffers = buffers
 
-    def install(self, topology: Topology, group: CommGroup, slot: int) -> None:
-        """Serve this epoch from now on; the buffers stay the same. On an error the old epoch is still in place.
+    def prepare(self, topology: Topology, group: CommGroup, slot: int) -> "EpochExchange":
+        """Make what an epoch needs, beside the one that serves and from any thread; nothing changes yet.
 
-        Raises `ValueError` if topology and group do not agree, `CapacityError` if the buffers or the model's layers
-        do not fit them, `BackendUnavailable` if the dispatcher that was asked for cannot work.
+        Raises `ValueError` if topology, group and model do not agree, `CapacityError` if the epoch has more workers
+        than the buffers are for, `BackendUnavailable` if the dispatcher that was asked for cannot work.
         """
         buffers = self._check(topology, group, slot)
         sizes = DispatchSizes(
@@ -73,12 +86,20 @@ class ExpertExchange:
             _pick_seats(topology.placement, layer, slot, self.device)
             for layer in range(topology.placement.num_layers)
         )
-        self._dispatcher, self._choice, self._physical_LE = dispatcher, choice, physical_LE
+        return EpochExchange(topology.epoch, dispatcher, choice, physical_LE)
+
+    def switch(self, prepared: "EpochExchange") -> None:
+        """Serve the prepared epoch from now on; the buffers stay the same. Takes no time: between two steps."""
+        self._serving = prepared
+
+    def install(self, topology: Topology, group: CommGroup, slot: int) -> None:
+        """`prepare`, then `switch`. On an error the old epoch is still in place."""
+        self.switch(self.prepare(topology, group, slot))
         logger.info("epoch %d: %s", topology.epoch, self.describe())
 
     def physical_ids(self, layer: int, topk_ids_TK: torch.Tensor) -> torch.Tensor:
         """The seats (int64 [T, K]) that this rank uses for logical experts: its own where it has one."""
-        physical_E = self._physical_LE[layer]
+        physical_E = self._current_epoch.physical_LE[layer]
         return physical_E.index_select(0, topk_ids_TK.reshape(-1)).view(topk_ids_TK.shape)
 
     def begin_step(self, num_tokens_per_rank: Sequence[int]) -> None:
@@ -116,15 +137,19 @@ class ExpertExchange:
 
     def describe(self) -> str:
         """Which dispatcher serves, how it combines, and why it was chosen."""
-        if self._choice is None:
+        if self._serving is None:
             return "no dispatcher yet: no epoch was installed"
-        return f"dispatcher {self._choice.name}, {self.combine_mode} combine ({self._choice.reason})"
+        return self._serving.describe(self.combine_mode)
 
     @property
     def _current(self) -> Dispatcher:
-        if self._dispatcher is None:
+        return self._current_epoch.dispatcher
+
+    @property
+    def _current_epoch(self) -> "EpochExchange":
+        if self._serving is None:
             raise ValueError("no epoch is installed: attach_buffers and install come before the first step")
-        return self._dispatcher
+        return self._serving
 
     def _check(self, topology: Topology, group: CommGroup, slot: int) -> CommunicationBuffers:
         if self._buffers is None:
@@ -136,6 +161,14 @@ class ExpertExchange:
             )
         if topology.rank_of(slot) != group.rank:
             raise ValueError(f"slot {slot} has rank {topology.rank_of(slot)}, its group says {group.rank}")
+        specs, placement = self._buffers.specs, topology.placement
+        if placement.num_layers != len(specs) or any(
+            spec.num_experts != placement.num_experts for spec in specs
+        ):
+            raise ValueError(
+                f"the placement has {placement.num_layers} layers of {placement.num_experts} experts, "
+                f"the model has {[spec.num_experts for spec in specs]}"
+            )
         limit = self._buffers.capacity.max_workers
         if topology.size > limit:
             raise CapacityError(f"the epoch has {topology.size} workers, the buffers hold at most {limit}")

@@ -73,6 +73,7 @@ class CommGroup:
         rank: int,
         slots: Sequence[int],
         device: torch.device,
+        store: Store | None = None,
         gloo: Any = None,
         nccl: Any = None,
     ) -> None:
@@ -82,6 +83,8 @@ class CommGroup:
         self.slots = tuple(slots)
         self.size = len(self.slots)
         self.device = device
+        # The rank that hosts the store must not drop it while others are still on their way.
+        self._store = store
         self._gloo = gloo
         self._nccl = nccl
         self._headers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -117,7 +120,7 @@ class CommGroup:
             nccl = None
             if device.type == "cuda":
                 nccl = _make_nccl(meeting.store, rank, len(slots), meeting.remaining(), device)
-        group = cls(epoch=epoch, rank=rank, slots=slots, device=device, gloo=gloo, nccl=nccl)
+        group = cls(epoch=epoch, rank=rank, slots=slots, device=device, store=store, gloo=gloo, nccl=nccl)
         with meeting.translated():
             group._warm()
             # The first collective may end here before a peer's has: nobody serves until all are through.
@@ -189,6 +192,7 @@ class CommGroup:
         """Give the connections back. Takes some 30 ms: not between two steps. Harmless when repeated."""
         self._gloo = None
         self._nccl = None
+        self._store = None
 
     @property
     def _rows(self) -> Any:

@@ -4,7 +4,11 @@ Everything that travels over a ZeroMQ socket is a msgspec struct of a tagged uni
 missing fields and wrong types, and nothing is ever unpickled.
 """
 
+from dataclasses import dataclass
+
 import msgspec
+
+from moeray.comm.topology import Topology
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
@@ -13,6 +17,16 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     epoch: int
     step: int
     slot: int
+
+
+class KVBlock(msgspec.Struct, frozen=True, tag="kv"):
+    """Worker to worker: a full block of the KV cache, all layers, under the name of the prefix that it ends.
+
+    Whoever gets it may keep it as a known prefix, or drop it: the block can always be computed again.
+    """
+
+    name: bytes
+    payload: bytes
 
 
 class StopEngine(msgspec.Struct, frozen=True, tag="stop"):
@@ -24,3 +38,29 @@ class StopEngine(msgspec.Struct, frozen=True, tag="stop"):
 
 class Nudge(msgspec.Struct, frozen=True, tag="nudge"):
     """From the worker's own actor: leave the wait, a call for the engine's thread was queued."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """What a member read to fill the seats of the next epoch."""
+
+    num_experts: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """Where a member stands, for a controller that has lost its memory. `epoch` is -1 before the first.
+
+    `prepared_epoch` has a warm group that does not serve yet; `committed_epoch` is one that the member has promised
+    to switch to.
+    """
+
+    slot: int
+    incarnation: int
+    epoch: int
+    prepared_epoch: int | None
+    committed_epoch: int | None
+    topology: Topology | None
+    is_serving: bool

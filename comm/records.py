@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from moeray.comm.errors import CapacityError
+
 ALIGNMENT = 16
 
 
@@ -77,7 +79,11 @@ class RecordFormat:
         return self.top_k if self.carries_weights else 0
 
     def views(self, buffer: torch.Tensor, num_records: int) -> RecordViews:
-        """The front of a uint8 buffer as records."""
+        """The front of a uint8 buffer as records. Raises `CapacityError` if it is too small."""
+        if num_records * self.num_bytes > buffer.nbytes:
+            raise CapacityError(
+                f"{num_records} records of {self.num_bytes} bytes do not fit into a buffer of {buffer.nbytes} bytes"
+            )
         flat = buffer[: num_records * self.num_bytes]
         bytes_NB = flat.view(num_records, self.num_bytes)
         return RecordViews(

@@ -64,7 +64,10 @@ def _choose(sizes: DispatchSizes) -> Choice:
     if workers == 1:
         return Choice(name="loopback", reason="one worker, no row moves")
     remote = expected_remote_rows(workers, top_k)
-    spread = f"K={top_k} experts on W={workers} workers send a row to {remote:.2f} of {workers - 1} others"
+    spread = (
+        f"K={top_k} experts on W={workers} workers send a row of D={sizes.hidden_size} "
+        f"to {remote:.2f} of {workers - 1} others"
+    )
     if sizes.backend == "gloo":
         return Choice(name="all_to_all", reason=f"{spread}; gloo's all-gather is slower than its all-to-all")
     if sizes.combine == "fast" and top_k >= workers and remote >= DENSE_FRACTION * (workers - 1):

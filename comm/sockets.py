@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -17,57 +16,18 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from moeray.comm.curve import KeyPair, configure_client, configure_socket, new_key_pair
 from moeray.comm.errors import StartupError
 from moeray.comm.topology import Member
 
 Message = TypeVar("Message")
 
+__all__ = ["AsyncLink", "Inbox", "KeyPair", "PeerLinks", "new_key_pair"]
+
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"moeray"
 POST_ENDPOINT = "inproc://post"
-HEARTBEAT_MS = 1_000
-HEARTBEAT_TIMEOUT_MS = 5_000
-RECONNECT_MS = 50
-RECONNECT_MAX_MS = 1_000
-HIGH_WATER_MARK = 10_000
-MAX_MESSAGE_BYTES = 64 << 20
 MAX_DRAIN = 4_096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyPair:
-    """A CURVE key pair in Z85. The secret half is not shown when printed."""
-
-    public: str
-    secret: str
-
-    def __repr__(self) -> str:
-        return f"KeyPair(public={self.public!r})"
-
-
-def new_key_pair() -> KeyPair:
-    """A fresh random pair."""
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public=public.decode(), secret=secret.decode())
-
-
-def _configure(socket: "zmq.Socket[Any]") -> None:
-    socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
-    socket.maxmsgsize = MAX_MESSAGE_BYTES
-    socket.heartbeat_ivl = HEARTBEAT_MS
-    socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
-    socket.reconnect_ivl = RECONNECT_MS
-    socket.reconnect_ivl_max = RECONNECT_MAX_MS
-    socket.ipv6 = True
-
-
-def _configure_client(socket: "zmq.Socket[Any]", server_key: str, client: KeyPair, identity: str) -> None:
-    _configure(socket)
-    socket.curve_serverkey = server_key.encode()
-    socket.curve_publickey = client.public.encode()
-    socket.curve_secretkey = client.secret.encode()
-    socket.routing_id = identity.encode()
 
 
 class Inbox:
@@ -113,7 +73,7 @@ class Inbox:
             self._poller.register(socket, zmq.POLLIN)
 
     def _bind(self, host: str, keys: KeyPair) -> str:
-        _configure(self._router)
+        configure_socket(self._router)
         self._router.curve_server = True
         self._router.curve_publickey = keys.public.encode()
         self._router.curve_secretkey = keys.secret.encode()
@@ -248,9 +208,20 @@ class PeerLinks:
         for name, member in wanted.items():
             if name not in self._links:
                 socket = self._context.socket(zmq.DEALER)
-                _configure_client(socket, member.public_key, self._client_keys, identity)
+                configure_client(socket, member.public_key, self._client_keys, identity)
                 socket.connect(member.endpoint)
                 self._links[name] = socket
+
+    def send(self, slot: int, message: object) -> bool:
+        """Send to the member of this slot without waiting; False if there is none or its queue is full."""
+        for identity, socket in self._links.items():
+            if int(identity.partition(".")[0]) == slot:
+                try:
+                    socket.send(self._encoder.encode(message), zmq.DONTWAIT)
+                except zmq.Again:
+                    return False
+                return True
+        return False
 
     def send_all(self, message: object) -> int:
         """Send to every peer without waiting; how many took it. A peer with a full queue is left out."""
@@ -289,7 +260,7 @@ class AsyncLink(Generic[Message]):
         if self._socket is not None:
             raise ValueError(f"the link is connected already, it cannot connect to {endpoint}")
         socket = self._context.socket(zmq.DEALER)
-        _configure_client(socket, server_key, client, identity)
+        configure_client(socket, server_key, client, identity)
         socket.connect(endpoint)
         self._socket = socket
 

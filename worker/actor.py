@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from moeray.comm.messages import MemberStatus, TransferReport
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
 from moeray.worker.config import WorkerConfig, WorkerReady
 
 if TYPE_CHECKING:
-    from moeray.worker.worker import Worker
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +38,9 @@ class WorkerActor:
 
         host = bind_host or ray.util.get_node_ip_address()
         self._serving = asyncio.Event()
-        self.worker: Worker = Worker(
-            slot=slot, incarnation=incarnation, config=config, client=client, bind_host=host
-        )
+        self.worker: Worker = Worker(slot=slot, incarnation=incarnation, config=config, client=client, bind_host=host)
 
-    async def load(self, placement: ExpertPlacement) -> WorkerReady:
+    async def load(self, placement: ExpertPlacement | None) -> WorkerReady:
         """See `Worker.load`."""
         return await asyncio.to_thread(self.worker.load, placement)
 
@@ -60,8 +59,38 @@ class WorkerActor:
     async def serve(self) -> None:
         """See `Worker.serve`; the process ends by itself if no front end is seen for the orphan time-out."""
         self.worker.serve()
-        self._serving.set()
-        self._orphan_watch = asyncio.create_task(self._exit_if_orphaned())
+        self._note_serving()
+
+    def _note_serving(self) -> None:
+        if not self._serving.is_set():
+            self._serving.set()
+            self._orphan_watch = asyncio.create_task(self._exit_if_orphaned())
+
+    async def connect(self, topology: Topology, store_address: tuple[str, int]) -> str:
+        """See `Worker.connect`."""
+        return await asyncio.to_thread(self.worker.connect, topology, store_address)
+
+    async def transfer(self, topology: Topology) -> TransferReport:
+        """See `Worker.transfer`."""
+        return await asyncio.to_thread(self.worker.transfer, topology)
+
+    async def hand_over(self, targets: tuple[int, ...]) -> int:
+        """See `Worker.hand_over`; returns the number of blocks once all full ones are copied."""
+        return await asyncio.wrap_future(self.worker.hand_over(targets))
+
+    async def commit(self, epoch: int) -> int:
+        """See `Worker.commit`; returns the epoch once this worker has switched."""
+        done = self.worker.commit(epoch)
+        self._note_serving()
+        return await asyncio.wrap_future(done)
+
+    async def discard(self, epoch: int) -> None:
+        """See `Worker.discard`."""
+        await asyncio.to_thread(self.worker.discard, epoch)
+
+    async def status(self) -> MemberStatus:
+        """See `Worker.status`."""
+        return self.worker.status()
 
     async def num_requests(self) -> int:
         """Sequences that run or wait here."""

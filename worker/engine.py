@@ -1,12 +1,16 @@
 """The step loop of one worker: schedule, agree with the other ranks on a header, run, commit, send.
 
 Every rank sees the same headers and so takes the same decision; there is no other consensus. If nobody has rows all
-ranks park, each blocked on its inbox; who leaves the park first wakes its peers.
+ranks park, each blocked on its inbox; who leaves the park first wakes its peers. Once all ranks say `ready` for the
+next epoch they switch to its group between two steps, with the batch that was scheduled; a joiner's first act is the
+header exchange of that epoch, and a leaver hands its sequences over.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -14,33 +18,28 @@ import torch
 from moeray.comm.errors import EpochMismatch, GroupError
 from moeray.comm.exchange import ExpertExchange
 from moeray.comm.group import CommGroup
-from moeray.comm.messages import StopEngine, Wake
+from moeray.comm.messages import KVBlock, StopEngine, Wake
 from moeray.comm.sockets import PeerLinks
-from moeray.comm.topology import Topology
 from moeray.worker.batch import prepare_batch
+from moeray.worker.beside import SLICE_S, Job, JobQueue
+from moeray.worker.commands import CommitEpoch, PreparedEpoch, StartHandOver
+from moeray.worker.handover import HandOver, keep_block
 from moeray.worker.mailbox import Mailbox
-from moeray.worker.messages import (
-    Abort,
-    Attach,
-    Attached,
-    EngineFailed,
-    Rejected,
-    StepOutput,
-    Submit,
-    TokenOutput,
-    WorkerStats,
-)
+from moeray.worker.messages import Abort, Attach, HandedOver, HandedOverSequence, Rejected, Submit
 from moeray.worker.models.attention import PagedKVCache
 from moeray.worker.models.decoder import Decoder
 from moeray.worker.moe.expert_load import ExpertLoad
+from moeray.worker.reporter import Reporter
 from moeray.worker.request import Sequence
-from moeray.worker.sampler import SampledToken, Sampler
-from moeray.worker.scheduler import Finished, ScheduledBatch, Scheduler
+from moeray.worker.sampler import Sampler
+from moeray.worker.scheduler import ScheduledBatch, Scheduler
 
 logger = logging.getLogger(__name__)
 
-# Fields of the step header, int64 each.
-EPOCH, STEP, NUM_TOKENS, STOPPING, HEADER_SIZE = 0, 1, 2, 3, 4
+# Fields of the step header, int64 each. READY is the epoch that the rank is ready to switch to, or NOT_READY.
+EPOCH, STEP, NUM_TOKENS, STOPPING, READY, HEADER_SIZE = 0, 1, 2, 3, 4, 5
+NOT_READY = -1
+NO_STEP = -1
 # The longest a parked rank sleeps before it looks at its lease again.
 PARK_SLICE_S = 1.0
 
@@ -59,41 +58,50 @@ class EngineParts:
     expert_load: ExpertLoad
     mailbox: Mailbox
     peers: PeerLinks
+    reporter: Reporter
     clock: Callable[[], float] = time.monotonic
 
 
-@dataclass(slots=True)
-class Counters:
-    """What an engine has done since it started."""
-
-    steps: int = 0
-    step_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    output_tokens: int = 0
-
-
 class Engine:
-    """Runs steps in the thread that calls `run`; other threads may read `failure`, `orphaned` and `num_requests`."""
+    """Runs steps in the thread that calls `run`.
 
-    def __init__(self, parts: EngineParts, topology: Topology, group: CommGroup) -> None:
-        """The group is warm and the exchange installed for this topology."""
+    Other threads may read `failure`, `orphaned`, `num_requests`, `epoch`, `committed_epoch` and `topology`.
+    """
+
+    def __init__(self, parts: EngineParts, epoch: PreparedEpoch, joined: "Future[int] | None" = None) -> None:
+        """Serve this epoch; `joined` gets its number once the first header came round."""
         self.parts = parts
         self.failure: str | None = None
         self.orphaned = False
-        self.counters = Counters()
-        self._topology = topology
-        self._group = group
+        self.topology = epoch.topology
+        self._group: CommGroup = epoch.group
+        self._next: CommitEpoch | None = None
+        self._switching: Future[int] | None = joined
+        self._hand_over: HandOver | None = None
+        self._jobs = JobQueue()
+        self._kept: ScheduledBatch | None = None
         self._step = 0
         self._stopping = False
-        self._woken = False
-        self._stats_sent: WorkerStats | None = None
+        self._woken_step = NO_STEP
+        self._calls_peers = False
         self._header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
+        parts.exchange.switch(epoch.exchange)
+        parts.peers.update(epoch.topology.members, parts.slot)
 
     @property
     def num_requests(self) -> int:
         """Sequences that run or wait."""
         return len(self.parts.scheduler.running) + len(self.parts.scheduler.waiting)
+
+    @property
+    def epoch(self) -> int:
+        return self.topology.epoch
+
+    @property
+    def committed_epoch(self) -> int | None:
+        """The epoch that this rank has promised to switch to."""
+        commit = self._next
+        return commit.epoch if commit else None
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -110,22 +118,38 @@ class Engine:
         except Exception as error:
             logger.exception("%s step loop ended", self._where())
             self._fail(error)
+        self._jobs.fail_all(GroupError("the step loop has ended"))
+
+    def close(self) -> None:
+        """Give the group's connections back; the loop has ended."""
+        self._group.close()
 
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
-        self.parts.mailbox.send(EngineFailed(self.parts.slot, self.parts.incarnation, self.failure))
+        self.parts.reporter.send_failure(self.failure)
+        for waiting in (self._switching, self._next.done if self._next else None):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(GroupError(self.failure))
 
     def _where(self) -> str:
-        return f"[{self.parts.slot}.{self.parts.incarnation} epoch {self._topology.epoch} step {self._step}]"
+        return f"[{self.parts.slot}.{self.parts.incarnation} epoch {self.epoch} step {self._step}]"
 
     def _run_one(self) -> bool:
         """One round of the header exchange and what it decides; False when the loop ends."""
-        self._receive(0.0)
-        batch = self.parts.scheduler.schedule()
+        batch = self._kept
+        if batch is None:
+            self._receive(0.0)
+            self._work_beside()
+            batch = self.parts.scheduler.schedule()
+        self._kept = None
         headers = self._exchange_header(batch.num_tokens)
+        # A wake for this step, and this rank's own wish for a header exchange, are served with it.
         self._step += 1
+        self._calls_peers = False
         if all(header[STOPPING] for header in headers):
             return False
+        if self._next is not None and all(header[READY] == self.committed_epoch for header in headers):
+            return self._switch(self._next, batch)
         # One rank's wish to stop is everyone's: all leave at the next step.
         self._stopping = self._stopping or any(header[STOPPING] for header in headers)
         num_tokens_per_rank = [header[NUM_TOKENS] for header in headers]
@@ -136,78 +160,61 @@ class Engine:
 
     def _exchange_header(self, num_tokens: int) -> list[list[int]]:
         header = self._header
-        header[EPOCH], header[STEP] = self._topology.epoch, self._step
-        header[NUM_TOKENS], header[STOPPING] = num_tokens, int(self._stopping)
+        header[EPOCH], header[STEP], header[NUM_TOKENS] = self.epoch, self._step, num_tokens
+        header[STOPPING] = int(self._stopping)
+        header[READY] = NOT_READY if self._next is None else self._next.epoch
         rows: list[list[int]] = self._group.exchange_header(header).tolist()
         for rank, row in enumerate(rows):
-            if row[EPOCH] != self._topology.epoch or row[STEP] != self._step:
-                slot = self._topology.slots[rank]
+            if row[EPOCH] != self.epoch or row[STEP] != self._step:
+                slot = self.topology.slots[rank]
                 raise EpochMismatch(f"{self._where()} met slot {slot} at epoch {row[EPOCH]}, step {row[STEP]}")
+        if self._switching is not None:
+            self._switching.set_result(self.epoch)
+            self._switching = None
         return rows
 
     def _run_step(self, batch: ScheduledBatch, num_tokens_per_rank: list[int]) -> None:
-        parts = self.parts
+        parts, counters = self.parts, self.parts.reporter.counters
         started = parts.clock()
         parts.exchange.begin_step(num_tokens_per_rank)
         prepared = prepare_batch(batch, parts.cache)
         logits_SV = parts.model(prepared.forward, parts.cache)
         sequences = [item.sequence for item in prepared.sampled]
         tokens = parts.sampler.sample(logits_SV, sequences)
-        for item in batch.items:
-            remaining = item.sequence.num_prompt_tokens - item.sequence.num_computed_tokens
-            self.counters.prompt_tokens += max(0, min(item.num_tokens, remaining))
+        parts.reporter.count_scheduled(batch)
         verdicts = parts.scheduler.commit(batch, [token.token_id for token in tokens])
         parts.expert_load.commit()
-        self.counters.steps += 1
-        self.counters.step_s += parts.clock() - started
-        self.counters.output_tokens += len(tokens)
+        counters.steps += 1
+        counters.step_s += parts.clock() - started
         if tokens:
-            outputs = [self._output(*line) for line in zip(sequences, tokens, verdicts, strict=True)]
-            self._send_step(outputs)
+            parts.reporter.send_step(self.epoch, self._step, sequences, tokens, verdicts)
 
-    def _output(self, sequence: Sequence, token: SampledToken, verdict: Finished | None) -> TokenOutput:
-        first = not sequence.first_token_sent
-        sequence.first_token_sent = True
-        if first:
-            self.counters.cached_prompt_tokens += sequence.num_cached_tokens or 0
-        return TokenOutput(
-            seq_id=sequence.seq_id,
-            attempt=sequence.attempt,
-            position=sequence.num_output_tokens - 1,
-            token_id=token.token_id,
-            finish_reason=verdict.reason if verdict else None,
-            stop_token_id=verdict.stop_token_id if verdict else None,
-            logprob=token.logprob,
-            top_logprobs=token.top_logprobs,
-            num_cached_tokens=sequence.num_cached_tokens if first else None,
-            worker_ttft_s=self.parts.clock() - sequence.arrived_at if first else None,
-        )
+    # Between steps
 
-    def _send_step(self, outputs: list[TokenOutput]) -> None:
-        self._stats_sent = self._stats()
-        self.parts.mailbox.send(
-            StepOutput(
-                slot=self.parts.slot,
-                incarnation=self.parts.incarnation,
-                epoch=self._topology.epoch,
-                step=self._step,
-                tokens=outputs,
-                stats=self._stats_sent,
-            )
-        )
+    def _work_beside(self) -> None:
+        """At most a slice of work for the next epoch: seats to fill, KV blocks to copy."""
+        self._jobs.run_slice()
+        if self._hand_over is not None:
+            end = self.parts.clock() + SLICE_S
+            while self._hand_over.copy_one(self.parts.scheduler.running) and self.parts.clock() < end:
+                pass
 
     def _park(self) -> bool:
         """Sleep until there is work here or at a peer; False if orphaned."""
-        if self._stats() != self._stats_sent:
-            self._send_step([])
-        while not (self.parts.scheduler.has_work or self._woken or self._stopping):
-            self._receive(PARK_SLICE_S)
+        self.parts.reporter.send_stats_if_changed(self.epoch, self._step)
+        while not (self.parts.scheduler.has_work or self._is_woken or self._stopping or self._calls_peers):
+            self._receive(0.0 if self._jobs else PARK_SLICE_S)
+            self._work_beside()
             if not self._may_go_on():
                 return False
-        if not self._woken:
-            self.parts.peers.send_all(Wake(self._topology.epoch, self._step, self.parts.slot))
-        self._woken = False
+        if not self._is_woken:
+            self.parts.peers.send_all(Wake(self.epoch, self._step, self.parts.slot))
         return True
+
+    @property
+    def _is_woken(self) -> bool:
+        """A peer waits in this step's header exchange."""
+        return self._woken_step >= self._step
 
     def _may_go_on(self) -> bool:
         mailbox = self.parts.mailbox
@@ -217,6 +224,51 @@ class Engine:
         logger.warning("%s no front end for %.0f s, leaving, freed %d", self._where(), mailbox.silent_s, freed)
         self.orphaned = True
         return False
+
+    # The switch
+
+    def _switch(self, commit: CommitEpoch, batch: ScheduledBatch) -> bool:
+        """All ranks are ready: take the next epoch's group, placement and peers; False for a rank that leaves."""
+        prepared, old_group = commit.prepared, self._group
+        self._next = None
+        # Closing takes tens of milliseconds, and nobody waits for it.
+        threading.Thread(target=old_group.close, name="close group", daemon=True).start()
+        if prepared is None:
+            self._leave(commit.epoch)
+            commit.done.set_result(commit.epoch)
+            self._linger()
+            return False
+        self.topology, self._group = prepared.topology, prepared.group
+        self.parts.exchange.switch(prepared.exchange)
+        self.parts.peers.update(prepared.topology.members, self.parts.slot)
+        self._step, self._woken_step = 0, NO_STEP
+        self._kept = batch
+        self._switching = commit.done
+        logger.info("%s switched, %d members", self._where(), prepared.topology.size)
+        return True
+
+    def _leave(self, epoch: int) -> None:
+        scheduler = self.parts.scheduler
+        sequences = [*scheduler.running, *scheduler.waiting]
+        if self._hand_over is None:
+            self._hand_over = HandOver((), self.parts.cache, self._send_block, Future())
+        self._send_handed_over(epoch, self._hand_over.finish(sequences))
+        scheduler.abort_all()
+        logger.info("%s left at epoch %d, handed %d sequences over", self._where(), epoch, len(sequences))
+
+    def _send_handed_over(self, epoch: int, sequences: list[HandedOverSequence]) -> None:
+        self.parts.mailbox.send(HandedOver(self.parts.slot, self.parts.incarnation, epoch, sequences))
+
+    def _linger(self) -> None:
+        """Out of the group: pass on what still arrives until told to stop."""
+        while not self._stopping and self._may_go_on():
+            self._receive(PARK_SLICE_S)
+            late = [HandedOverSequence(seq.seq_id, seq.attempt, None) for seq in self.parts.scheduler.waiting]
+            if late:
+                self._send_handed_over(self.epoch, late)
+                self.parts.scheduler.abort_all()
+
+    # What arrives
 
     def _receive(self, timeout_s: float) -> None:
         for message in self.parts.mailbox.receive(timeout_s):
@@ -228,14 +280,30 @@ class Engine:
                 case Attach():
                     freed = self.parts.scheduler.abort_all()
                     logger.info("%s lease %d attached, freed %d", self._where(), message.lease, freed)
-                    ids = (self.parts.slot, self.parts.incarnation, self._topology.epoch)
-                    self.parts.mailbox.send(Attached(message.lease, *ids, self._stats()))
+                    self.parts.reporter.send_attached(self.epoch)
                 case Wake():
-                    # An older step's wake was for a park that has ended.
-                    if message.epoch == self._topology.epoch and message.step >= self._step:
-                        self._woken = True
+                    if message.epoch == self.epoch:
+                        self._woken_step = max(self._woken_step, message.step)
+                case KVBlock():
+                    keep_block(message, self.parts.scheduler.pool, self.parts.cache)
                 case StopEngine():
                     self._stopping = True
+                case Job():
+                    self._jobs.add(message)
+                case StartHandOver():
+                    self._on_hand_over(message)
+                case CommitEpoch():
+                    self._next = message
+                    self._calls_peers = True
+
+    def _on_hand_over(self, message: StartHandOver) -> None:
+        if message.targets:
+            self._hand_over = HandOver(message.targets, self.parts.cache, self._send_block, message.done)
+            # Nothing to copy is an answer too, also while parked.
+            self._hand_over.copy_one(self.parts.scheduler.running)
+        else:
+            self._hand_over = None
+            message.done.set_result(0)
 
     def _on_submit(self, message: Submit) -> None:
         sequence = Sequence.from_submit(message, now=self.parts.clock())
@@ -245,20 +313,5 @@ class Engine:
         else:
             self.parts.mailbox.send(Rejected(message.seq_id, message.attempt, *refusal))
 
-    def _stats(self) -> WorkerStats:
-        scheduler, traffic, counters = self.parts.scheduler, self.parts.exchange.traffic, self.counters
-        return WorkerStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_free_blocks=scheduler.pool.num_free,
-            num_blocks=scheduler.pool.num_blocks,
-            steps=counters.steps,
-            step_s=counters.step_s,
-            prompt_tokens=counters.prompt_tokens,
-            cached_prompt_tokens=counters.cached_prompt_tokens,
-            output_tokens=counters.output_tokens,
-            preemptions=scheduler.num_preemptions,
-            dropped_messages=self.parts.mailbox.num_dropped,
-            dispatch_payload_bytes=traffic.dispatch_payload_bytes + traffic.combine_payload_bytes,
-            dispatch_wire_bytes=traffic.wire_bytes,
-        )
+    def _send_block(self, slot: int, block: KVBlock) -> bool:
+        return self.parts.peers.send(slot, block)

@@ -75,6 +75,15 @@ class BlockPool:
                 del self._free[block]
             self._references[block] += 1
 
+    def adopt(self, name: bytes) -> int | None:
+        """A free block for a prefix block that comes from elsewhere; None if it is known or nothing is free.
+
+        The caller writes it, publishes it and gives its reference back.
+        """
+        if not self.prefix_caching or name in self._block_of or not self._free:
+            return None
+        return self.allocate(1)[0]
+
     def publish(self, block: int, name: bytes) -> None:
         """The block is full and its contents are valid: equal prefixes may use it."""
         if self.prefix_caching and name not in self._block_of:

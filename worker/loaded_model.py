@@ -24,6 +24,7 @@ class LoadedModel:
     """A model with its weights, experts' seats, cache and buffers; nothing of it is made again later."""
 
     model: Decoder
+    checkpoint: Checkpoint
     cache: PagedKVCache
     buffers: CommunicationBuffers
     exchange: ExpertExchange
@@ -48,18 +49,18 @@ def choose_max_model_len(requested: int | None, config: DecoderConfig) -> int:
 
 
 def load_model(
-    worker: WorkerConfig, placement: ExpertPlacement, slot: int, on_progress: Callable[[float], None]
+    worker: WorkerConfig, placement: ExpertPlacement | None, slot: int, on_progress: Callable[[float], None]
 ) -> LoadedModel:
     """Everything of a worker that needs the checkpoint: read its part, build kernels, allocate cache and buffers.
 
-    Raises `CheckpointError`, `CapacityError` or `ValueError` with the cause.
+    Without a placement all seats stay empty. Raises `CheckpointError`, `CapacityError` or `ValueError` with the cause.
     """
     device = torch.device(worker.device)
     config = read_decoder_config(worker.model_path)
     max_model_len = choose_max_model_len(worker.max_model_len, config)
     dtype = choose_dtype(worker.dtype, config, worker.device)
     combine = choose_combine(worker.combine, worker.device)
-    num_held = -(-placement.num_experts_of(slot) // max(1, config.num_moe_layers))
+    num_held = placement.num_experts_of(slot) // max(1, config.num_moe_layers) + 1 if placement else 0
     plan = plan_memory(worker, config, max_model_len=max_model_len, num_experts=num_held, dtype=dtype)
     exchange = ExpertExchange(combine=combine, dispatcher=worker.dispatcher, device=device)
     expert_load = ExpertLoad(num_layers=config.num_moe_layers, num_experts=config.num_experts)
@@ -74,7 +75,6 @@ def load_model(
     model = Decoder(config, environment, max_model_len)
     checkpoint = Checkpoint(worker.model_path)
     load_weights(model, checkpoint, placement, slot, on_progress)
-    checkpoint.close()
     capacity = BufferCapacity(max_workers=worker.max_workers, max_tokens=worker.max_num_batched_tokens)
     buffers = prepare_communication_buffer_for_model(model, capacity, device)
     exchange.attach_buffers(buffers)
@@ -88,6 +88,7 @@ def load_model(
     )
     return LoadedModel(
         model=model,
+        checkpoint=checkpoint,
         cache=cache,
         buffers=buffers,
         exchange=exchange,

@@ -84,8 +84,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory / file_name} lacks {name}, which its index names") from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the memory map."""
+        """A view of the memory map. Raises `CheckpointError` for integers: this model's weights are real numbers."""
         tensor: torch.Tensor = self._open(self.file_of[name]).get_tensor(name)
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{self.directory}: {name} has type {tensor.dtype}, must be floating point")
         return tensor
 
     def close(self) -> None:
@@ -94,8 +96,11 @@ class Checkpoint:
         self._stack.close()
 
 
-def weight_targets(model: Decoder, placement: ExpertPlacement, slot: int) -> Iterator[WeightTarget]:
-    """Every tensor of the family's checkpoint, with a place for those that this slot needs."""
+def weight_targets(model: Decoder, placement: ExpertPlacement | None, slot: int) -> Iterator[WeightTarget]:
+    """Every tensor of the family's checkpoint, with a place for those that this slot needs.
+
+    Without a placement no seat is filled.
+    """
     config, names = model.config, weight_names(model.config)
     hidden, vocab = config.hidden_size, config.vocab_size
     yield WeightTarget(names.embed, (vocab, hidden), model.embed.data.copy_)
@@ -107,7 +112,7 @@ def weight_targets(model: Decoder, placement: ExpertPlacement, slot: int) -> Ite
         for target in _layer_targets(layer, names, config):
             yield WeightTarget(prefix + target.name, target.shape, target.store)
         if isinstance(layer.mlp, MoERunner):
-            seats = placement.seats_of(layer.mlp.routed_experts.layer, slot)
+            seats = placement.seats_of(layer.mlp.routed_experts.layer, slot) if placement else ()
             for target in _expert_targets(layer.mlp, names, config, seats):
                 yield WeightTarget(prefix + target.name, target.shape, target.store)
 
@@ -149,13 +154,10 @@ def _expert_targets(
     if runner.gate_ED is not None:
         yield WeightTarget(names.router, (config.num_experts, hidden), runner.gate_ED.data.copy_)
     seat_of = {expert: seat for seat, expert in enumerate(seats) if expert != EMPTY_SEAT}
-    parts = (
-        ("gate", names.expert_gate, (inner, hidden)),
-        ("up", names.expert_up, (inner, hidden)),
-        ("down", names.expert_down, (hidden, inner)),
-    )
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     for expert in range(config.num_experts):
-        for part, name, shape in parts:
+        for part, name in names.expert_parts():
+            shape = shapes[part]
             store = _seat_store(runner, seat_of[expert], part) if expert in seat_of else None
             yield WeightTarget(name.format(expert=expert), shape, store)
 
@@ -167,7 +169,7 @@ def _seat_store(runner: MoERunner, seat: int, part: str) -> Store:
 def load_weights(
     model: Decoder,
     checkpoint: Checkpoint,
-    placement: ExpertPlacement,
+    placement: ExpertPlacement | None,
     slot: int,
     on_progress: Callable[[float], None],
 ) -> None:
@@ -181,12 +183,7 @@ def load_weights(
     wanted = [target for target in targets if target.store is not None]
     for done, target in enumerate(wanted):
         assert target.store is not None
-        tensor = checkpoint.tensor(target.name)
-        if not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{checkpoint.directory}: {target.name} has type {tensor.dtype}, must be floating point"
-            )
-        target.store(tensor)
+        target.store(checkpoint.tensor(target.name))
         on_progress((done + 1) / len(wanted))
     for runner in model.moe_runners():
         runner.finish_loading()

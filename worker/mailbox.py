@@ -5,24 +5,23 @@ One front end holds the lease at a time; a newer lease takes over and older ones
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from moeray.comm.messages import Nudge, StopEngine, Wake
+from moeray.comm.messages import KVBlock, Wake
 from moeray.comm.sockets import Inbox
 from moeray.worker.messages import (
     Abort,
     Attach,
     Attached,
     EngineFailed,
+    HandedOver,
     Heartbeat,
     Rejected,
     StepOutput,
     Submit,
-    ToWorker,
 )
 
 logger = logging.getLogger(__name__)
-
-Incoming = ToWorker | Wake | StopEngine | Nudge
 
 
 class Mailbox:
@@ -55,23 +54,27 @@ class Mailbox:
         """The orphan time-out runs from here."""
         self._seen_at = self.clock()
 
-    def receive(self, timeout_s: float) -> Iterator[Submit | Abort | Attach | Wake | StopEngine]:
+    def receive(self, timeout_s: float) -> Iterator[Any]:
         """What the engine has to act on; waits at most `timeout_s` for the first message.
 
-        An `Attach` is passed on only if it brings a newer lease: what the older one asked for is void.
+        An `Attach` is passed on only if it brings a newer lease: what the older one asked for is void. Messages of
+        peers and commands of the worker's own threads pass as they are.
         """
         for sender, message in self.inbox.receive(timeout_s):
+            if sender is None:
+                yield message
+                continue
             match message:
                 case Submit() | Abort() | Heartbeat():
                     if self._holds_lease(sender, message.lease) and not isinstance(message, Heartbeat):
                         yield message
                 case Attach():
-                    if sender is not None and self._take_lease(sender, message.lease):
+                    if self._take_lease(sender, message.lease):
                         yield message
-                case Wake() | StopEngine():
+                case Wake() | KVBlock():
                     yield message
 
-    def _holds_lease(self, sender: bytes | None, lease: int) -> bool:
+    def _holds_lease(self, sender: bytes, lease: int) -> bool:
         if lease != self.lease or sender != self.holder:
             self._num_dropped += 1
             return False
@@ -87,7 +90,7 @@ class Mailbox:
         self._seen_at = self.clock()
         return newer
 
-    def send(self, message: Attached | StepOutput | Rejected | EngineFailed) -> None:
+    def send(self, message: Attached | StepOutput | Rejected | EngineFailed | HandedOver) -> None:
         """To the lease's holder, without waiting; dropped and counted if it does not take it."""
         if self.holder is None:
             return

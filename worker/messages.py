@@ -163,5 +163,22 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
+class HandedOverSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that its worker gives up; `target_slot` has its KV cache, None if nobody has."""
+
+    seq_id: str
+    attempt: int
+    target_slot: int | None
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+    """A leaving worker's last word on these sequences: every token that it computed for them was sent before."""
+
+    slot: int
+    incarnation: int
+    epoch: int
+    sequences: list[HandedOverSequence]
+
+
 ToWorker = Attach | Heartbeat | Submit | Abort
-FromWorker = Attached | StepOutput | Rejected | EngineFailed
+FromWorker = Attached | StepOutput | Rejected | EngineFailed | HandedOver

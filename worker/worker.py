@@ -4,22 +4,27 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import Future
 
 import msgspec
 import torch
 
-from moeray.comm.errors import StartupError
+from moeray.comm.errors import GroupError, StartupError
 from moeray.comm.group import CommGroup, host_store, join_store
-from moeray.comm.messages import StopEngine, Wake
+from moeray.comm.messages import KVBlock, MemberStatus, StopEngine, TransferReport, Wake
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import Inbox, KeyPair, PeerLinks, new_key_pair
 from moeray.comm.topology import Topology
+from moeray.worker.beside import Job
+from moeray.worker.commands import CommitEpoch, PreparedEpoch, StartHandOver
 from moeray.worker.config import WorkerConfig, WorkerReady
 from moeray.worker.engine import Engine, EngineParts
+from moeray.worker.expert_transfer import fill_seats, read_ahead, seat_fills
 from moeray.worker.kv_cache import BlockPool
 from moeray.worker.loaded_model import LoadedModel, load_model
 from moeray.worker.mailbox import Mailbox
 from moeray.worker.messages import ToWorker
+from moeray.worker.reporter import Reporter
 from moeray.worker.sampler import Sampler
 from moeray.worker.scheduler import Scheduler
 
@@ -49,21 +54,23 @@ class Worker:
         self._inbox: Inbox | None = None
         self._peers: PeerLinks | None = None
         self._stores: dict[int, object] = {}
-        self._topology: Topology | None = None
-        self._group: CommGroup | None = None
+        self._prepared: PreparedEpoch | None = None
+        self._discarded: set[int] = set()
+        self._leaving = False
         self._thread: threading.Thread | None = None
 
-    def load(self, placement: ExpertPlacement) -> WorkerReady:
+    def load(self, placement: ExpertPlacement | None) -> WorkerReady:
         """Read the weights that this slot needs, allocate cache and buffers, open the inbox.
 
-        Raises `CheckpointError`, `CapacityError` or `ValueError` with the cause.
+        Without a placement no expert is read: `transfer` will. Raises `CheckpointError`, `CapacityError` or
+        `ValueError` with the cause.
         """
         started = time.monotonic()
         torch.set_num_threads(self.config.num_threads)
         loaded = load_model(self.config, placement, self.slot, self._set_progress)
         logger.info("[%d.%d] %s", self.slot, self.incarnation, loaded.buffers.describe())
         self._loaded = loaded
-        decoder = msgspec.msgpack.Decoder(ToWorker | Wake)
+        decoder = msgspec.msgpack.Decoder(ToWorker | Wake | KVBlock)
         self._inbox = Inbox(host=self.bind_host, keys=self._keys, client_keys=(self._client.public,), decoder=decoder)
         config = loaded.model.config
         return WorkerReady(
@@ -91,21 +98,25 @@ class Worker:
         self.loaded_fraction = fraction
 
     def host_store(self, epoch: int, timeout_s: float = WARM_TIMEOUT_S) -> tuple[str, int]:
-        """Open the rendezvous store of an epoch here; returns its address. It lives until the worker stops."""
+        """Open the rendezvous store of an epoch here; returns its address. It lives until the epoch is over."""
         store, port = host_store(self.bind_host, timeout_s)
         self._stores[epoch] = store
         return self.bind_host, port
 
     def join(self, topology: Topology, store_address: tuple[str, int]) -> str:
-        """Build and warm the epoch's group and install its dispatcher; returns the dispatcher's description.
+        """Build and warm the first epoch's group; returns the dispatcher's description. See `connect` for errors."""
+        self.connect(topology, store_address)
+        assert self._prepared is not None
+        return self._prepared.exchange.describe(self._require_loaded().combine)
+
+    def connect(self, topology: Topology, store_address: tuple[str, int]) -> str:
+        """Build and warm an epoch's group beside the one that serves; returns a digest that all members must share.
 
         Raises `GroupTimeout` or `GroupError` naming the slots that did not answer.
         """
         loaded = self._require_loaded()
         rank = topology.rank_of(self.slot)
-        store = None
-        if topology.size > 1:
-            store = join_store(*store_address, timeout_s=WARM_TIMEOUT_S)
+        store = join_store(*store_address, timeout_s=WARM_TIMEOUT_S) if topology.size > 1 else None
         group = CommGroup.build(
             epoch=topology.epoch,
             rank=rank,
@@ -115,18 +126,100 @@ class Worker:
             timeout_s=self.config.group_timeout_s,
             warm_timeout_s=WARM_TIMEOUT_S,
         )
-        loaded.exchange.install(topology, group, self.slot)
-        self._topology, self._group = topology, group
-        return loaded.exchange.describe()
+        if topology.epoch in self._discarded:
+            group.close()
+            raise GroupError(f"epoch {topology.epoch} was discarded while slot {self.slot} built its group")
+        exchange = loaded.exchange.prepare(topology, group, self.slot)
+        self._prepared = PreparedEpoch(topology, group, exchange)
+        agreed = (topology.digest(), loaded.dtype, loaded.combine, exchange.choice.name, loaded.max_model_len)
+        return "/".join(map(str, agreed))
+
+    def transfer(self, topology: Topology) -> TransferReport:
+        """Fill the seats that this placement gives to this slot and the serving one does not.
+
+        Reads ahead first, so that the slices between the engine's steps find the pages in memory. Raises `ValueError`
+        if a seat in use would be overwritten, `CheckpointError` if the checkpoint cannot be read.
+        """
+        started = time.monotonic()
+        loaded, engine = self._require_loaded(), self.engine
+        # A worker whose step loop has ended serves nothing: it may be a joiner again.
+        current = engine.topology.placement if engine is not None else None
+        fills = seat_fills(current, topology.placement, self.slot)
+        num_bytes = read_ahead(loaded.model, loaded.checkpoint, fills)
+        steps = fill_seats(loaded.model, loaded.checkpoint, fills)
+        if engine is None:
+            for _ in steps:
+                pass
+        else:
+            done: Future[None] = Future()
+            self._post(Job(steps, done))
+            done.result()
+        return TransferReport(num_experts=len(fills), num_bytes=num_bytes, seconds=time.monotonic() - started)
+
+    def hand_over(self, targets: tuple[int, ...]) -> "Future[int]":
+        """This worker is going to leave: copy its sequences' KV to these slots while they still decode.
+
+        The future gets the number of blocks once all full ones are there; later ones follow until the switch.
+        """
+        self._leaving = bool(targets)
+        done: Future[int] = Future()
+        self._post(StartHandOver(targets, done))
+        return done
+
+    def commit(self, epoch: int) -> "Future[int]":
+        """Say ready for a prepared epoch; the future gets its number once this worker has switched.
+
+        A joiner starts its step loop. Raises `StartupError` if the epoch was never prepared here.
+        """
+        prepared, done = self._prepared, Future[int]()
+        if self.engine is not None and self._leaving:
+            self._post(CommitEpoch(epoch, None, done))
+        elif prepared is None or prepared.topology.epoch != epoch:
+            raise StartupError(f"slot {self.slot} cannot commit epoch {epoch}, it was not prepared here")
+        elif self.engine is None:
+            self._start_engine(prepared, done)
+            self._prepared = None
+        else:
+            self._post(CommitEpoch(epoch, prepared, done))
+            self._prepared = None
+        done.add_done_callback(lambda _: self._drop_stores_before(epoch))
+        return done
+
+    def discard(self, epoch: int) -> None:
+        """Forget an epoch that was prepared, or is being prepared, and not committed; harmless if there is none."""
+        self._discarded.add(epoch)
+        prepared = self._prepared
+        if prepared is not None and prepared.topology.epoch == epoch:
+            self._prepared = None
+            prepared.group.close()
+        self._stores.pop(epoch, None)
+        if self._leaving and self.engine is not None:
+            self.hand_over(())
+
+    def status(self) -> MemberStatus:
+        """Where this worker stands; answers at any time."""
+        engine, prepared = self.engine, self._prepared
+        return MemberStatus(
+            slot=self.slot,
+            incarnation=self.incarnation,
+            epoch=engine.epoch if engine else -1,
+            prepared_epoch=prepared.topology.epoch if prepared else None,
+            committed_epoch=engine.committed_epoch if engine else None,
+            topology=engine.topology if engine else None,
+            is_serving=engine is not None and not self.wait(0.0),
+        )
 
     def serve(self) -> None:
-        """Start the engine's thread; the group must be joined."""
-        loaded = self._require_loaded()
-        if self._topology is None or self._group is None or self._inbox is None:
+        """Start the step loop of the first epoch; its group must be joined."""
+        if self._prepared is None:
             raise StartupError(f"slot {self.slot} cannot serve before it has joined a group")
+        self.commit(self._prepared.topology.epoch)
+
+    def _start_engine(self, prepared: PreparedEpoch, joined: "Future[int]") -> None:
+        loaded = self._require_loaded()
+        assert self._inbox is not None
         config, worker = loaded.model.config, self.config
         self._peers = PeerLinks(client_keys=self._client)
-        self._peers.update(self._topology.members, self.slot)
         scheduler = Scheduler(
             pool=BlockPool(loaded.cache.num_blocks, prefix_caching=worker.prefix_caching),
             max_num_seqs=worker.max_num_seqs,
@@ -134,6 +227,15 @@ class Worker:
             max_model_len=loaded.max_model_len,
             max_queue=worker.max_queue,
             eos_token_ids=config.eos_token_ids,
+        )
+        mailbox = Mailbox(self._inbox, orphan_timeout_s=worker.orphan_timeout_s, clock=time.monotonic)
+        reporter = Reporter(
+            slot=self.slot,
+            incarnation=self.incarnation,
+            mailbox=mailbox,
+            scheduler=scheduler,
+            exchange=loaded.exchange,
+            clock=time.monotonic,
         )
         parts = EngineParts(
             slot=self.slot,
@@ -144,12 +246,21 @@ class Worker:
             sampler=Sampler(config.eos_token_ids),
             exchange=loaded.exchange,
             expert_load=loaded.expert_load,
-            mailbox=Mailbox(self._inbox, orphan_timeout_s=worker.orphan_timeout_s, clock=time.monotonic),
+            mailbox=mailbox,
             peers=self._peers,
+            reporter=reporter,
         )
-        self.engine = Engine(parts, self._topology, self._group)
+        self.engine = Engine(parts, prepared, joined)
         self._thread = threading.Thread(target=self._run_engine, args=(self.engine,), name="engine", daemon=True)
         self._thread.start()
+
+    def _post(self, command: object) -> None:
+        assert self._inbox is not None
+        self._inbox.post(command)
+
+    def _drop_stores_before(self, epoch: int) -> None:
+        for old in [known for known in self._stores if known < epoch]:
+            self._stores.pop(old, None)
 
     def _run_engine(self, engine: Engine) -> None:
         torch.set_num_threads(self.config.num_threads)
@@ -173,8 +284,8 @@ class Worker:
         return ended
 
     def _close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        if self.engine is not None:
+            self.engine.close()
         if self._peers is not None:
             self._peers.close()
         if self._inbox is not None:

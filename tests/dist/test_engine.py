@@ -34,7 +34,7 @@ def front_end(three: WorkerSet) -> Iterator[FrontEnd]:
 
 
 def steps_of(workers: WorkerSet) -> list[int]:
-    return [worker.engine.counters.steps for worker in workers.workers if worker.engine]
+    return [worker.engine.parts.reporter.counters.steps for worker in workers.workers if worker.engine]
 
 
 @pytest.mark.parametrize("slot", [2, 0, 1])
@@ -163,3 +163,15 @@ def test_workers_without_a_front_end_leave_by_themselves(tiny: Path) -> None:
     assert any(worker.engine is not None and worker.engine.orphaned for worker in workers.workers)
     for worker in workers.workers:
         worker._close()
+
+
+def test_wakes_that_cross_do_not_leave_a_rank_alone_later(front_end: FrontEnd, three: WorkerSet) -> None:
+    """All leave the park at the same time and wake each other; those wakes must not count for the next park."""
+    for number in range(15):
+        for slot in range(3):
+            front_end.submit(slot, f"{number}-{slot}", [1, 2], SamplingParams(max_tokens=2, temperature=0.0))
+        for slot in range(3):
+            wait_until(lambda: front_end.is_done(f"{number}-{slot}"), f"request {number} on slot {slot}")  # noqa: B023
+    time.sleep(0.1)
+    engines = [worker.engine for worker in three.workers if worker.engine]
+    assert len({engine._step for engine in engines}) == 1, "a rank went on to a header exchange alone"

@@ -60,6 +60,22 @@ class PagedKVCache:
         self.keys[layer].view(flat).index_copy_(1, slots_T, keys_THd.transpose(0, 1))
         self.values[layer].view(flat).index_copy_(1, slots_T, values_THd.transpose(0, 1))
 
+    def read_block(self, block: int) -> bytes:
+        """A block's keys and values of all layers, in one piece."""
+        pages = torch.stack([page[:, block] for page in (*self.keys, *self.values)])
+        return pages.cpu().view(torch.uint8).numpy().tobytes()
+
+    def write_block(self, block: int, payload: bytes) -> None:
+        """Store what `read_block` of an equal cache gave. Raises `ValueError` if the size is another."""
+        num_layers = len(self.keys)
+        shape = (2 * num_layers, self.num_kv_heads, BLOCK_SIZE, self.head_dim)
+        expected = 2 * num_layers * self.num_kv_heads * BLOCK_SIZE * self.head_dim * self.keys[0].element_size()
+        if len(payload) != expected:
+            raise ValueError(f"a KV block has {len(payload)} bytes, must have {expected}")
+        pages = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(self.keys[0].dtype).view(shape)
+        for page, target in zip(pages, (*self.keys, *self.values), strict=True):
+            target[:, block].copy_(page)
+
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of these blocks in a row, [H, len(blocks) * C, d]; valid until the next call."""
         num_keys = len(blocks) * BLOCK_SIZE

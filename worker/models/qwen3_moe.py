@@ -1,10 +1,10 @@
 """Qwen3-MoE: config and weight names."""
 
 from moeray.worker.models.config import ConfigReader, DecoderConfig, MoEConfig
+from moeray.worker.models.family import Family
 from moeray.worker.models.weight_names import WeightNames
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-WEIGHT_NAMES = WeightNames()
 
 
 def read_config(reader: ConfigReader) -> DecoderConfig:
@@ -48,3 +48,6 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
         eos_token_ids=reader.eos_token_ids(),
         bos_token_id=reader.raw.get("bos_token_id"),
     )
+
+
+FAMILY = Family(architecture=ARCHITECTURE, weight_names=WeightNames(), read_config=read_config)

@@ -5,9 +5,10 @@ from pathlib import Path
 from moeray.comm.errors import CheckpointError
 from moeray.worker.models import qwen3_moe
 from moeray.worker.models.config import ConfigReader, DecoderConfig, read_raw_config
+from moeray.worker.models.family import Family
 from moeray.worker.models.weight_names import WeightNames
 
-FAMILIES = {qwen3_moe.ARCHITECTURE: qwen3_moe}
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (qwen3_moe.FAMILY,)}
 
 
 def read_decoder_config(model_path: str | Path) -> DecoderConfig:
@@ -34,4 +35,4 @@ def read_decoder_config(model_path: str | Path) -> DecoderConfig:
 
 def weight_names(config: DecoderConfig) -> WeightNames:
     """How the config's family names its tensors on disk."""
-    return FAMILIES[config.architecture].WEIGHT_NAMES
+    return FAMILIES[config.architecture].weight_names

@@ -29,3 +29,7 @@ class WeightNames:
     expert_gate: str = "mlp.experts.{expert}.gate_proj.weight"
     expert_up: str = "mlp.experts.{expert}.up_proj.weight"
     expert_down: str = "mlp.experts.{expert}.down_proj.weight"
+
+    def expert_parts(self) -> tuple[tuple[str, str], ...]:
+        """(part, name within the layer) of an expert's tensors; parts as `load_expert` of a method knows them."""
+        return (("gate", self.expert_gate), ("up", self.expert_up), ("down", self.expert_down))

@@ -47,8 +47,13 @@ class FusedMoEMethodBase(ABC):
         """The format that the kernel's two halves agree on."""
 
     @abstractmethod
-    def load_expert(self, layer: "RoutedExperts", seat: int, name: str, tensor: torch.Tensor) -> None:
-        """Writes one checkpoint tensor ("gate", "up" or "down") of an expert into a seat."""
+    def load_expert(
+        self, layer: "RoutedExperts", seat: int, name: str, tensor: torch.Tensor, first_row: int = 0
+    ) -> None:
+        """Writes rows of one checkpoint tensor ("gate", "up" or "down") of an expert into a seat, from `first_row` on.
+
+        Works before and after the kernel was built: a seat's contents may change while the kernel lives.
+        """
 
     @property
     def topk_indices_dtype(self) -> torch.dtype | None:

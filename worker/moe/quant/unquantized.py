@@ -101,12 +101,10 @@ class UnquantizedMoEMethod(FusedMoEMethodBase):
         for name, shape in (("w13_S2FD", shape_13), ("w2_SDF", shape_2)):
             layer.register_parameter(name, empty_parameter(*shape, dtype=layer.dtype, device=layer.device))
 
-    def load_expert(self, layer: RoutedExperts, seat: int, name: str, tensor: torch.Tensor) -> None:
-        if name == "down":
-            layer.get_parameter("w2_SDF").data[seat].copy_(tensor)
-            return
-        half = slice(0, layer.intermediate_size) if name == "gate" else slice(layer.intermediate_size, None)
-        layer.get_parameter("w13_S2FD").data[seat, half].copy_(tensor)
+    def load_expert(self, layer: RoutedExperts, seat: int, name: str, tensor: torch.Tensor, first_row: int = 0) -> None:
+        weights = layer.get_parameter("w2_SDF" if name == "down" else "w13_S2FD").data[seat]
+        start = first_row + (layer.intermediate_size if name == "up" else 0)
+        weights[start : start + tensor.shape[0]].copy_(tensor)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig(dispatch_dtype=layer.dtype, weight_format="unquantized", row_exact=layer.row_exact)

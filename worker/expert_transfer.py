@@ -1,0 +1,82 @@
+"""Filling seats while the worker serves: experts that the next epoch places here come from the checkpoint's memory map.
+
+Only seats that the serving epoch leaves empty are written, so the serving epoch never sees it; kernels and buffers stay
+as they are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
+from moeray.worker.loader import Checkpoint
+from moeray.worker.models.decoder import Decoder
+from moeray.worker.models.registry import weight_names
+
+# Bytes of the checkpoint that one slice copies: about a millisecond.
+SLICE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SeatFill:
+    """An expert that has to come into a seat; `layer` counts MoE layers."""
+
+    layer: int
+    seat: int
+    expert: int
+
+
+def seat_fills(current: ExpertPlacement | None, following: ExpertPlacement, slot: int) -> list[SeatFill]:
+    """What `slot` has to load for the following placement. Without a current one all its seats are empty.
+
+    Raises `ValueError` if a seat would be overwritten that the current placement uses.
+    """
+    fills: list[SeatFill] = []
+    for layer in range(following.num_layers):
+        wanted = following.seats_of(layer, slot)
+        held = (
+            current.seats_of(layer, slot)
+            if current is not None and slot in current.slots
+            else (EMPTY_SEAT,) * following.num_seats
+        )
+        for seat, (old, new) in enumerate(zip(held, wanted, strict=True)):
+            if new in (EMPTY_SEAT, old):
+                continue
+            if old != EMPTY_SEAT:
+                raise ValueError(
+                    f"layer {layer}, slot {slot}: seat {seat} holds expert {old}, expert {new} needs a free one"
+                )
+            fills.append(SeatFill(layer, seat, new))
+    return fills
+
+
+def expert_tensors(model: Decoder, checkpoint: Checkpoint, fill: SeatFill) -> list[tuple[str, torch.Tensor]]:
+    """The parts of an expert, as views of the memory map."""
+    names = weight_names(model.config)
+    prefix = names.layer.format(layer=model.config.moe.layers[fill.layer])
+    return [(part, checkpoint.tensor(prefix + name.format(expert=fill.expert))) for part, name in names.expert_parts()]
+
+
+def read_ahead(model: Decoder, checkpoint: Checkpoint, fills: list[SeatFill]) -> int:
+    """Bring the experts' pages into memory, in native calls that hold no lock; returns their bytes."""
+    num_bytes = 0
+    for fill in fills:
+        for _, tensor in expert_tensors(model, checkpoint, fill):
+            raw = tensor.reshape(-1).view(torch.uint8)
+            raw[::4096].sum()
+            num_bytes += raw.numel()
+    return num_bytes
+
+
+def fill_seats(model: Decoder, checkpoint: Checkpoint, fills: list[SeatFill]) -> Iterator[None]:
+    """Write the experts into their seats; yields after each slice of about a millisecond."""
+    runners = model.moe_runners()
+    for fill in fills:
+        runner = runners[fill.layer]
+        for part, tensor in expert_tensors(model, checkpoint, fill):
+            rows = max(1, SLICE_BYTES // (tensor.shape[1] * tensor.element_size()))
+            for first in range(0, tensor.shape[0], rows):
+                piece = tensor[first : first + rows]
+                runner.quant_method.load_expert(runner.routed_experts, fill.seat, part, piece, first)
+                yield
