@@ -6,10 +6,12 @@ Tokens never pass through it; they go over the worker's own sockets.
 import asyncio
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray.exceptions import RayError
 
+from moeray.comm.errors import CheckpointError
 from moeray.comm.messages import MemberStatus, TransferReport
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
@@ -17,14 +19,37 @@ from moeray.comm.topology import Topology
 from moeray.worker.config import WorkerConfig, WorkerReady
 
 if TYPE_CHECKING:
-    pass
+    from moeray.worker.peer_checkpoint import TensorInfo
+
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 WAIT_SLICE_S = 60.0
+SOURCE_TIMEOUT_S = 30.0
 # Time for the answer to a last call to leave before the process ends.
 EXIT_DELAY_S = 0.2
+
+
+class RayCheckpointSource:
+    """Reads a checkpoint through the actor that has it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def _get(self, answer: Any) -> Any:
+        try:
+            return ray.get(answer, timeout=SOURCE_TIMEOUT_S)
+        except RayError as error:
+            raise CheckpointError(f"the worker that has the checkpoint did not answer: {error}") from error
+
+    def manifest(self) -> "tuple[dict[str, bytes], dict[str, TensorInfo]]":
+        return cast(
+            "tuple[dict[str, bytes], dict[str, TensorInfo]]", self._get(self._actor.checkpoint_manifest.remote())
+        )
+
+    def rows(self, name: str, first: int, count: int) -> bytes:
+        return cast(bytes, self._get(self._actor.checkpoint_rows.remote(name, first, count)))
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, num_cpus=0)
@@ -40,9 +65,18 @@ class WorkerActor:
         self._serving = asyncio.Event()
         self.worker: Worker = Worker(slot=slot, incarnation=incarnation, config=config, client=client, bind_host=host)
 
-    async def load(self, placement: ExpertPlacement | None) -> WorkerReady:
-        """See `Worker.load`."""
-        return await asyncio.to_thread(self.worker.load, placement)
+    async def load(self, placement: ExpertPlacement | None, source: Any = None) -> WorkerReady:
+        """See `Worker.load`; `source` is the actor of a worker that has the checkpoint."""
+        peer = RayCheckpointSource(source) if source is not None else None
+        return await asyncio.to_thread(self.worker.load, placement, peer)
+
+    async def checkpoint_manifest(self) -> "tuple[dict[str, bytes], dict[str, TensorInfo]]":
+        """See `LocalSource.manifest`."""
+        return await asyncio.to_thread(self.worker.checkpoint_source().manifest)
+
+    async def checkpoint_rows(self, name: str, first: int, count: int) -> bytes:
+        """See `LocalSource.rows`."""
+        return await asyncio.to_thread(self.worker.checkpoint_source().rows, name, first, count)
 
     async def progress(self) -> float:
         """How much of the weights is loaded, 0 to 1."""

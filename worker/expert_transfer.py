@@ -52,29 +52,42 @@ def seat_fills(current: ExpertPlacement | None, following: ExpertPlacement, slot
 
 
 def expert_tensors(model: Decoder, checkpoint: Checkpoint, fill: SeatFill) -> list[tuple[str, torch.Tensor]]:
-    """The parts of an expert, as views of the memory map."""
+    """The parts of an expert: views of the memory map, or copies from a peer."""
     names = weight_names(model.config)
     prefix = names.layer.format(layer=model.config.moe.layers[fill.layer])
     return [(part, checkpoint.tensor(prefix + name.format(expert=fill.expert))) for part, name in names.expert_parts()]
 
 
-def read_ahead(model: Decoder, checkpoint: Checkpoint, fills: list[SeatFill]) -> int:
-    """Bring the experts' pages into memory, in native calls that hold no lock; returns their bytes."""
-    num_bytes = 0
+@dataclass(frozen=True, slots=True)
+class FetchedExpert:
+    """An expert's parts in memory, on their way into a seat."""
+
+    fill: SeatFill
+    parts: list[tuple[str, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.parts)
+
+
+def fetch_experts(model: Decoder, checkpoint: Checkpoint, fills: list[SeatFill]) -> list[FetchedExpert]:
+    """Bring the experts into memory, in native calls that hold no lock: pages of a memory map, or from a peer."""
+    fetched = []
     for fill in fills:
-        for _, tensor in expert_tensors(model, checkpoint, fill):
-            raw = tensor.reshape(-1).view(torch.uint8)
-            raw[::4096].sum()
-            num_bytes += raw.numel()
-    return num_bytes
+        parts = expert_tensors(model, checkpoint, fill)
+        for _, tensor in parts:
+            tensor.reshape(-1).view(torch.uint8)[::4096].sum()
+        fetched.append(FetchedExpert(fill, parts))
+    return fetched
 
 
-def fill_seats(model: Decoder, checkpoint: Checkpoint, fills: list[SeatFill]) -> Iterator[None]:
+def fill_seats(model: Decoder, experts: list[FetchedExpert]) -> Iterator[None]:
     """Write the experts into their seats; yields after each slice of about a millisecond."""
     runners = model.moe_runners()
-    for fill in fills:
+    for expert in experts:
+        fill = expert.fill
         runner = runners[fill.layer]
-        for part, tensor in expert_tensors(model, checkpoint, fill):
+        for part, tensor in expert.parts:
             rows = max(1, SLICE_BYTES // (tensor.shape[1] * tensor.element_size()))
             for first in range(0, tensor.shape[0], rows):
                 piece = tensor[first : first + rows]

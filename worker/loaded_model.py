@@ -17,6 +17,7 @@ from moeray.worker.models.decoder import Decoder
 from moeray.worker.models.registry import read_decoder_config
 from moeray.worker.moe.expert_load import ExpertLoad
 from moeray.worker.moe.factory import MoEEnvironment
+from moeray.worker.peer_checkpoint import CheckpointSource, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +50,19 @@ def choose_max_model_len(requested: int | None, config: DecoderConfig) -> int:
 
 
 def load_model(
-    worker: WorkerConfig, placement: ExpertPlacement | None, slot: int, on_progress: Callable[[float], None]
+    worker: WorkerConfig,
+    placement: ExpertPlacement | None,
+    slot: int,
+    on_progress: Callable[[float], None],
+    source: CheckpointSource | None = None,
 ) -> LoadedModel:
     """Everything of a worker that needs the checkpoint: read its part, build kernels, allocate cache and buffers.
 
     Without a placement all seats stay empty. Raises `CheckpointError`, `CapacityError` or `ValueError` with the cause.
     """
     device = torch.device(worker.device)
-    config = read_decoder_config(worker.model_path)
+    checkpoint = open_checkpoint(worker.model_path, source)
+    config = read_decoder_config(checkpoint.directory)
     max_model_len = choose_max_model_len(worker.max_model_len, config)
     dtype = choose_dtype(worker.dtype, config, worker.device)
     combine = choose_combine(worker.combine, worker.device)
@@ -73,7 +79,6 @@ def load_model(
         row_exact=combine == "exact" and dtype == "fp32" and worker.device == "cpu",
     )
     model = Decoder(config, environment, max_model_len)
-    checkpoint = Checkpoint(worker.model_path)
     load_weights(model, checkpoint, placement, slot, on_progress)
     capacity = BufferCapacity(max_workers=worker.max_workers, max_tokens=worker.max_num_batched_tokens)
     buffers = prepare_communication_buffer_for_model(model, capacity, device)

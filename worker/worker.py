@@ -19,11 +19,12 @@ from moeray.worker.beside import Job
 from moeray.worker.commands import CommitEpoch, PreparedEpoch, StartHandOver
 from moeray.worker.config import WorkerConfig, WorkerReady
 from moeray.worker.engine import Engine, EngineParts
-from moeray.worker.expert_transfer import fill_seats, read_ahead, seat_fills
+from moeray.worker.expert_transfer import fetch_experts, fill_seats, seat_fills
 from moeray.worker.kv_cache import BlockPool
 from moeray.worker.loaded_model import LoadedModel, load_model
 from moeray.worker.mailbox import Mailbox
 from moeray.worker.messages import ToWorker
+from moeray.worker.peer_checkpoint import CheckpointSource, LocalSource
 from moeray.worker.reporter import Reporter
 from moeray.worker.sampler import Sampler
 from moeray.worker.scheduler import Scheduler
@@ -59,15 +60,16 @@ class Worker:
         self._leaving = False
         self._thread: threading.Thread | None = None
 
-    def load(self, placement: ExpertPlacement | None) -> WorkerReady:
+    def load(self, placement: ExpertPlacement | None, source: CheckpointSource | None = None) -> WorkerReady:
         """Read the weights that this slot needs, allocate cache and buffers, open the inbox.
 
-        Without a placement no expert is read: `transfer` will. Raises `CheckpointError`, `CapacityError` or
+        Without a placement no expert is read: `transfer` will. `source` is asked if the checkpoint is not on this
+        node. Raises `CheckpointError`, `CapacityError` or
         `ValueError` with the cause.
         """
         started = time.monotonic()
         torch.set_num_threads(self.config.num_threads)
-        loaded = load_model(self.config, placement, self.slot, self._set_progress)
+        loaded = load_model(self.config, placement, self.slot, self._set_progress, source)
         logger.info("[%d.%d] %s", self.slot, self.incarnation, loaded.buffers.describe())
         self._loaded = loaded
         decoder = msgspec.msgpack.Decoder(ToWorker | Wake | KVBlock)
@@ -96,6 +98,10 @@ class Worker:
 
     def _set_progress(self, fraction: float) -> None:
         self.loaded_fraction = fraction
+
+    def checkpoint_source(self) -> LocalSource:
+        """This worker's checkpoint, for a peer whose node lacks it."""
+        return LocalSource(self._require_loaded().checkpoint)
 
     def host_store(self, epoch: int, timeout_s: float = WARM_TIMEOUT_S) -> tuple[str, int]:
         """Open the rendezvous store of an epoch here; returns its address. It lives until the epoch is over."""
@@ -145,8 +151,8 @@ class Worker:
         # A worker whose step loop has ended serves nothing: it may be a joiner again.
         current = engine.topology.placement if engine is not None else None
         fills = seat_fills(current, topology.placement, self.slot)
-        num_bytes = read_ahead(loaded.model, loaded.checkpoint, fills)
-        steps = fill_seats(loaded.model, loaded.checkpoint, fills)
+        experts = fetch_experts(loaded.model, loaded.checkpoint, fills)
+        steps = fill_seats(loaded.model, experts)
         if engine is None:
             for _ in steps:
                 pass
@@ -154,6 +160,7 @@ class Worker:
             done: Future[None] = Future()
             self._post(Job(steps, done))
             done.result()
+        num_bytes = sum(expert.nbytes for expert in experts)
         return TransferReport(num_experts=len(fills), num_bytes=num_bytes, seconds=time.monotonic() - started)
 
     def hand_over(self, targets: tuple[int, ...]) -> "Future[int]":

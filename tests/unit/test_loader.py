@@ -15,6 +15,7 @@ from moeray.comm.placement import ExpertPlacement
 from moeray.worker.config import WorkerConfig
 from moeray.worker.loaded_model import LoadedModel, load_model
 from moeray.worker.models.registry import read_decoder_config
+from moeray.worker.peer_checkpoint import LocalSource
 from tests.support.checkpoints import save_qwen3_moe
 
 EDITED = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -228,3 +229,27 @@ def test_too_little_memory_is_said_with_numbers(checkpoint: Path) -> None:
         load(checkpoint, kv_cache_bytes=1 << 50)
     with pytest.raises(ValueError, match="max_model_len is 513, the checkpoint's limit is 512"):
         load(checkpoint, max_model_len=513)
+
+
+def test_a_checkpoint_that_is_not_on_this_node_comes_from_a_peer(checkpoint: Path, tmp_path: Path) -> None:
+    here = load(checkpoint, slot=0)
+    asked: list[int] = []
+
+    class Counting(LocalSource):
+        def rows(self, name: str, first: int, count: int) -> bytes:
+            payload = super().rows(name, first, count)
+            asked.append(len(payload))
+            return payload
+
+    source = Counting(here.checkpoint)
+    config = read_decoder_config(checkpoint)
+    placement = ExpertPlacement.contiguous(num_layers=2, num_experts=config.num_experts, slots=range(2), num_seats=4)
+    elsewhere = WorkerConfig(model_path=str(tmp_path / "no"), num_seats=4, max_workers=2, kv_cache_bytes=32 << 20)
+    there = load_model(elsewhere, placement, 0, lambda _: None, source)
+    for ours, theirs in zip(there.model.state_dict().items(), here.model.state_dict().items(), strict=True):
+        assert torch.equal(ours[1], theirs[1]), ours[0]
+    assert sum(asked) < (checkpoint / "model.safetensors").stat().st_size * 0.8, "only what the slot needs"
+    assert max(asked) <= 1 << 20
+    there.checkpoint.close()
+    with pytest.raises(CheckpointError, match="is no checkpoint directory"):
+        load_model(elsewhere, placement, 0, lambda _: None)
