@@ -1,0 +1,229 @@
+"""The command line. Options and environment variables are read here; everything else gets values.
+
+Heavy imports happen inside the commands, so that `moeray --help` answers at once.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+import moeray
+from moeray.comm.errors import MoerayError
+from moeray.deploy.config import ServeConfig
+
+app = typer.Typer(
+    name="moeray",
+    help="Serve Mixture-of-Experts language models with expert parallelism over Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cluster_app = typer.Typer(help="Start and stop Ray on this node.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[str, typer.Option(envvar="MOERAY_URL", help="A running server.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="MOERAY_API_KEY", help="Key that guards generation.")]
+
+
+def _fail(message: object) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]moeray:[/] {_plain(message)}", highlight=False)
+    raise typer.Exit(1)
+
+
+def _plain(message: object) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(str(message).split()))
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="demo, a directory, or a hub name (owner/name).")] = "demo",
+    workers: Annotated[int, typer.Option(help="Workers to start with.")] = 1,
+    max_workers: Annotated[int | None, typer.Option(help="Most workers ever. [max(2 x workers, 4)]")] = None,
+    min_workers: Annotated[
+        int | None,
+        typer.Option(help="Fewest workers ever: each reserves room for its share of experts then."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any.")] = 8000,
+    api_key: ApiKey = None,
+    admin_key: Annotated[str | None, typer.Option(envvar="MOERAY_ADMIN_KEY", help="Key that guards control.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients use.")] = None,
+    deployment: Annotated[str, typer.Option(help="Tells deployments in one Ray cluster apart.")] = "default",
+    ray_address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster (host:port, or auto). [an embedded one]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    combine: Annotated[
+        str, typer.Option(help="auto, exact (the same tokens for any number of workers) or fast.")
+    ] = "auto",
+    dispatcher: Annotated[str, typer.Option(help="auto, loopback, all_gather or all_to_all.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt and output together. [the checkpoint's]")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in a worker's step.")] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in a worker's step.")] = 512,
+    kv_cache_gib: Annotated[float | None, typer.Option(help="KV cache per worker. [from free memory]")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal prompt beginnings.")] = True,
+    max_queue: Annotated[int, typer.Option(help="Most requests that wait; more get 429.")] = 1024,
+    threads: Annotated[int, typer.Option(help="Threads of each worker's kernels.")] = 1,
+    cpus_per_worker: Annotated[float | None, typer.Option(help="Ray CPUs that a worker takes.")] = None,
+    gpus_per_worker: Annotated[float | None, typer.Option(help="Ray GPUs that a worker takes.")] = None,
+    start_timeout_s: Annotated[float, typer.Option(help="Deadline for loading the weights.")] = 600.0,
+    drain_timeout_s: Annotated[float, typer.Option(help="How long running requests may take at the end.")] = 30.0,
+    orphan_timeout_s: Annotated[float, typer.Option(help="Workers without a front end leave after this.")] = 60.0,
+) -> None:
+    """Serve a model until Ctrl-C."""
+    from moeray.deploy import supervisor
+
+    console = Console()
+    try:
+        config = ServeConfig(
+            model=model,
+            workers=workers,
+            max_workers=max_workers,
+            min_workers=min_workers,
+            host=host,
+            port=port,
+            api_key=api_key,
+            admin_key=admin_key,
+            served_model_name=served_model_name,
+            deployment=deployment,
+            ray_address=ray_address,
+            device=device,
+            dtype=dtype,
+            combine=combine,
+            dispatcher=dispatcher,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_gib=kv_cache_gib,
+            prefix_caching=prefix_caching,
+            max_queue=max_queue,
+            threads=threads,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+            start_timeout_s=start_timeout_s,
+            drain_timeout_s=drain_timeout_s,
+            orphan_timeout_s=orphan_timeout_s,
+        )
+        if config.beyond_loopback and config.api_key is None:
+            console.print(f"[yellow]Anybody who reaches {host} can use this server: --api-key guards it.[/]")
+        supervisor.run(supervisor.make_plan(config), console)
+    except (MoerayError, ValueError) as error:
+        _fail(error)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution to sample from.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end of the text.")] = False,
+) -> None:
+    """Continue a text on a running server, as it streams."""
+    from moeray.deploy import client
+
+    fields: dict[str, object] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    fields |= {"seed": seed, "stop": stop or None, "ignore_eos": ignore_eos or None}
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        for piece in client.stream(url, prompt, given, api_key=api_key):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    except MoerayError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Show what a running server serves, and who its workers are."""
+    from moeray.deploy import client
+
+    try:
+        Console().print(client.status_table(client.status(url, api_key=api_key)))
+    except MoerayError as error:
+        _fail(error)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(f"moeray {moeray.__version__}\n")
+
+
+@cluster_app.command("start")
+def cluster_start(
+    head: Annotated[bool, typer.Option("--head", help="Start a new cluster here.")] = False,
+    join: Annotated[str | None, typer.Option(help="Join the cluster whose head is at host:port.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the head.")] = 6379,
+    node_ip: Annotated[str | None, typer.Option(help="Address of this node that the others reach.")] = None,
+    num_cpus: Annotated[int | None, typer.Option(help="CPUs to offer. [all]")] = None,
+    num_gpus: Annotated[int | None, typer.Option(help="GPUs to offer. [all]")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="The token that all nodes share. [~/.ray/auth_token]")] = None,
+    name: Annotated[str, typer.Option(help="Tells clusters on one host apart.")] = "moeray",
+) -> None:
+    """Start Ray on this node: --head for a new cluster, --join ADDR for a further node."""
+    from moeray.deploy import cluster
+
+    console = Console(soft_wrap=True)
+    try:
+        if head == (join is not None):
+            raise ValueError("exactly one of --head and --join must be given")
+        config = cluster.NodeConfig(
+            join=join,
+            port=port,
+            node_ip=node_ip,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            token_path=token_file,
+            name=name,
+        )
+        token = cluster.start_node(config)
+    except (MoerayError, ValueError) as error:
+        _fail(error)
+    if join is not None:
+        console.print(f"This node is in the cluster of {join}.")
+        return
+    address = f"{node_ip or '<this node>'}:{port}"
+    console.print(f"Ray runs. Copy {token} to the same place on each further node (scp), then there:")
+    console.print(f"  moeray cluster start --join {address}", markup=False)
+    console.print("and serve from any node:")
+    console.print(f"  moeray serve MODEL --ray-address {address} --device cuda", markup=False)
+
+
+@cluster_app.command("stop")
+def cluster_stop(
+    name: Annotated[str, typer.Option(help="Tells clusters on one host apart.")] = "moeray",
+) -> None:
+    """End the Ray that `moeray cluster start` started on this node."""
+    from moeray.deploy import cluster
+
+    try:
+        count = cluster.stop_node(name)
+    except ValueError as error:
+        _fail(error)
+    Console().print(f"{count} processes ended." if count else "Nothing runs here under this name.")
+
+
+def main() -> None:
+    """The entry point of the `moeray` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The way to the controller over Ray, for the front end and the supervisor."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import msgspec
+from ray.exceptions import RayError, RayTaskError
+
+from moeray.api.control import ControlClient
+from moeray.comm.errors import ControlTimeout, MoerayError, OperationRefused, WorkerDied
+from moeray.elastic.controller import one_line
+from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleRequest
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 10.0
+
+
+class RayControl(ControlClient):
+    """Calls the controller's actor; Ray's exceptions end here."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    async def _call(self, name: str, call: Awaitable[T], timeout_s: float) -> T:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except TimeoutError:
+            raise ControlTimeout(f"the controller did not answer {name} within {timeout_s:g} s") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError | OperationRefused):
+                raise error.cause from None
+            raise MoerayError(f"the controller failed in {name}: {one_line(error)}") from error
+        except RayError as error:
+            raise WorkerDied(f"the controller: {one_line(error)}") from error
+
+    async def start(self) -> None:
+        await self._call("start", self._controller.start.remote(), CALL_TIMEOUT_S * 6)
+
+    async def attach(self) -> Attachment:
+        attachment: Attachment = await self._call("attach", self._controller.attach.remote(), CALL_TIMEOUT_S)
+        return attachment
+
+    async def view(self, after_version: int, timeout_s: float) -> ClusterView:
+        call = self._controller.view.remote(after_version, timeout_s)
+        view: ClusterView = await self._call("view", call, timeout_s + CALL_TIMEOUT_S)
+        return view
+
+    async def scale(self, request: ScaleRequest) -> OperationView:
+        # With an id of its own a call that Ray repeats, after a restart of the controller, starts nothing twice.
+        named = msgspec.structs.replace(request, operation_id=request.operation_id or uuid.uuid4().hex)
+        view: OperationView = await self._call("scale", self._controller.scale.remote(named), CALL_TIMEOUT_S)
+        return view
+
+    async def operations(self) -> tuple[OperationView, ...]:
+        views: tuple[OperationView, ...] = await self._call(
+            "operations", self._controller.operations.remote(), CALL_TIMEOUT_S
+        )
+        return views
+
+    async def operation(self, operation_id: str) -> OperationView | None:
+        view: OperationView | None = await self._call(
+            "operation", self._controller.operation.remote(operation_id), CALL_TIMEOUT_S
+        )
+        return view
+
+    async def wait_operation(self, operation_id: str, timeout_s: float) -> OperationView:
+        call = self._controller.wait_operation.remote(operation_id, timeout_s)
+        view: OperationView = await self._call("wait_operation", call, timeout_s + CALL_TIMEOUT_S)
+        return view
+
+    async def stop(self, *, orderly: bool) -> None:
+        await self._call("stop", self._controller.stop.remote(orderly), CALL_TIMEOUT_S * 2)

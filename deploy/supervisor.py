@@ -1,0 +1,235 @@
+"""`moeray serve`: starts a deployment, waits until it is told to end or something fails, ends all it started."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from moeray.api.settings import ServerSettings
+from moeray.comm.errors import MoerayError, StartupError
+from moeray.deploy import checkpoint, ports
+from moeray.deploy.config import ServeConfig
+from moeray.deploy.front_end_process import FrontEndProcess
+from moeray.deploy.interrupts import Interrupted, Interrupts
+from moeray.deploy.launch import check_resources, create_controller, worker_factory
+from moeray.deploy.processes import marks
+from moeray.deploy.progress import FRONT_END, RAY, StartProgress
+from moeray.elastic.controller_config import ControllerConfig, namespace
+from moeray.elastic.member import WorkerFactory
+
+if TYPE_CHECKING:
+    from moeray.deploy.control import RayControl
+
+VIEW_POLL_S = 20.0
+STOP_TIMEOUT_S = 15.0
+FAILED_DRAIN_S = 2.0
+FRONT_END_EXIT_S = 5.0
+FRONT_END_START_S = 60.0
+EXAMPLE_PROMPT = "It was a dark evening, and"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that is decided before the first process starts. `factory` creates a worker's actor."""
+
+    config: ServeConfig
+    controller: ControllerConfig
+    server: ServerSettings
+    factory: WorkerFactory
+
+
+def make_plan(config: ServeConfig) -> Plan:
+    """Check the checkpoint, and all options against it. Raises `CheckpointError` or `ValueError`."""
+    path = checkpoint.resolve(config.model)
+    decoder = checkpoint.inspect(path)
+    worker = config.worker_config(model_path=str(path), num_experts=decoder.num_experts)
+    controller = config.controller_config(worker, num_layers=decoder.num_moe_layers, num_experts=decoder.num_experts)
+    return Plan(
+        config=config,
+        controller=controller,
+        server=config.server_settings(model_path=str(path)),
+        factory=worker_factory(config, worker),
+    )
+
+
+def run(plan: Plan, console: Console) -> None:
+    """The whole life of a deployment, from the main thread. Returns after an orderly end, else `MoerayError`.
+
+    Either way nothing is left of what was started, except the logs after a failure.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="moeray-"))
+    keep = False
+    try:
+        Supervisor(plan, console, directory).run()
+    except MoerayError as error:
+        keep = any(directory.iterdir())
+        raise StartupError(f"{error} (logs in {directory})" if keep else str(error)) from error
+    finally:
+        if not keep:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+class Supervisor:
+    """One deployment. Blocking work happens before and after the event loop, and may be interrupted."""
+
+    def __init__(self, plan: Plan, console: Console, directory: Path) -> None:
+        self._plan = plan
+        self._console = console
+        self._directory = directory
+        self._interrupts = Interrupts()
+        self._progress = StartProgress(console)
+        self._is_serving = False
+        self._url = ""
+
+    def run(self) -> None:
+        """Raises `MoerayError`; returns after an interruption, also one that came while starting."""
+        config = self._plan.config
+        with self._interrupts, contextlib.ExitStack() as stack:
+            listener = stack.enter_context(ports.listen(config.host, config.port))
+            self._url = ports.url(config.host, listener)
+            messages = stack.enter_context((self._directory / "ray-messages.log").open("w"))
+            try:
+                with self._progress:
+                    front_end = FrontEndProcess(listener, self._directory / "front-end.log")
+                    stack.callback(front_end.kill)
+                    listener.close()
+                    # Ray prints news of dying workers; the user gets one line from us instead.
+                    self._console.file = self._console.file  # the console follows sys.stdout unless told not to
+                    stack.enter_context(contextlib.redirect_stdout(messages))
+                    cluster = self._connect(stack)
+                    asyncio.run(self._live(front_end, cluster))
+            except (Interrupted, SystemExit):  # the latter from Ray's own handler of SIGTERM, set while it starts
+                return
+            finally:
+                self._interrupts.end_at_once()
+
+    def _connect(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+        """Ray runs afterwards and this process is connected; returns what the front end must know of it."""
+        from moeray.deploy import cluster, local
+
+        config = self._plan.config
+        self._progress.begin(RAY, "starting" if config.ray_address is None else "connecting")
+        name = namespace(config.deployment)
+        if config.ray_address is None:
+            ray = local.LocalRay.start(self._directory, namespace=name, use_gpus=config.worker_gpus > 0)
+            stack.callback(ray.stop)
+            address = ray.address
+            embedded = {"directory": str(self._directory), "processes": marks(ray.processes())}
+        else:
+            address = cluster.connect(config.ray_address, namespace=name)
+            stack.callback(cluster.disconnect)
+            embedded = None
+        check_resources(config)
+        self._progress.done(RAY, address)
+        return {"ray_address": address, "embedded": embedded}
+
+    async def _live(self, front_end: FrontEndProcess, cluster: Mapping[str, Any]) -> None:
+        from moeray.deploy.control import RayControl
+
+        self._interrupts.attach(asyncio.get_running_loop())
+        actor = create_controller(self._plan.controller, self._plan.factory)
+        control = RayControl(actor)
+        front_end.configure({**self._front_end_settings(), **cluster})
+        ended = asyncio.create_task(front_end.ended())
+        serving = asyncio.Event()
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._serve(front_end, control, serving)),
+            asyncio.create_task(self._watch(control, serving)),
+            asyncio.create_task(self._interrupts.first.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if ended in done:
+                raise StartupError(front_end.last_words())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._end(front_end, ended, control, actor)
+
+    def _front_end_settings(self) -> dict[str, Any]:
+        return {
+            "server": dataclasses.asdict(self._plan.server),
+            "deployment": self._plan.config.deployment,
+            "drain_timeout_s": self._plan.config.drain_timeout_s,
+            "environment": {name: value for name, value in os.environ.items() if name.startswith("RAY_")},
+        }
+
+    async def _serve(self, front_end: FrontEndProcess, control: "RayControl", serving: asyncio.Event) -> None:
+        """Start all, tell the user when it serves, and stay."""
+        await control.start()
+        await serving.wait()
+        self._progress.begin(FRONT_END, "connecting")
+        try:
+            async with asyncio.timeout(FRONT_END_START_S):
+                await front_end.ready()
+        except TimeoutError:
+            raise StartupError(f"the front end did not become ready within {FRONT_END_START_S:g} s") from None
+        self._progress.done(FRONT_END, f"pid {front_end.pid}")
+        self._is_serving = True
+        self._progress.close()
+        self._announce()
+        await asyncio.Event().wait()
+
+    async def _watch(self, control: "RayControl", serving: asyncio.Event) -> None:
+        """Follow the controller's view for as long as it serves; raises with the cause when it does not."""
+        version = -1
+        while True:
+            view = await control.view(version, VIEW_POLL_S)
+            if view.version == version:
+                continue
+            version = view.version
+            if not self._is_serving:
+                self._progress.on_view(view)
+            if view.state == "serving":
+                serving.set()
+            if view.state in ("failed", "stopping"):
+                raise StartupError(view.cause or "the controller was told to stop by somebody else")
+
+    async def _end(
+        self, front_end: FrontEndProcess, ended: asyncio.Task[int], control: "RayControl", actor: Any
+    ) -> None:
+        """Drain if it served and nothing failed; then the front end, the workers and the controller end."""
+        import ray
+
+        orderly = self._is_serving and self._interrupts.first.is_set()
+        drain_s = self._plan.config.drain_timeout_s
+        if orderly:
+            self._console.print(f"Finishing running requests, {drain_s:g} s at most. Ctrl-C again ends at once.")
+        front_end.terminate()
+        await self._wait(ended, drain_s + FRONT_END_EXIT_S if orderly else FAILED_DRAIN_S)
+        front_end.kill()
+        embedded = self._plan.config.ray_address is None
+        if not (embedded and self._interrupts.hurry.is_set()):
+            stop = asyncio.create_task(control.stop(orderly=orderly))
+            await self._wait(stop, STOP_TIMEOUT_S)
+            stop.cancel()
+            await asyncio.gather(stop, return_exceptions=True)  # Ray's end takes what is left with it
+        ray.kill(actor, no_restart=True)
+
+    async def _wait(self, task: asyncio.Task[Any], timeout_s: float) -> None:
+        """Until the task is done, the time is over, or the user is in a hurry."""
+        hurry = asyncio.create_task(self._interrupts.hurry.wait())
+        await asyncio.wait([task, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+
+    def _announce(self) -> None:
+        config = self._plan.config
+        body = json.dumps({"prompt": EXAMPLE_PROMPT, "max_tokens": 120, "stream": True})
+        key = " -H 'authorization: Bearer '$MOERAY_API_KEY" if config.api_key else ""
+        self._console.print(f"\n[bold]{config.served_name}[/bold] is served at [bold]{self._url}[/bold]")
+        self._console.print("Try it:\n")
+        curl = f"curl -N {self._url}/generate{key} -H 'content-type: application/json' -d '{body}'"
+        self._console.print(curl, soft_wrap=True, markup=False, highlight=False)
+        self._console.print("\nCtrl-C ends it.", style="dim")

@@ -1,0 +1,225 @@
+"""The controller's actor on a real Ray, with workers that have no model: starts, failures, readers, ends."""
+
+import dataclasses
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from moeray.comm.errors import StartupError
+from moeray.deploy.environment import worker_variables
+from moeray.deploy.launch import RayWorkerFactory, create_controller
+from moeray.deploy.local import LocalRay
+from moeray.elastic.controller_config import ControllerConfig
+from moeray.elastic.startup import StartDeadlines
+from moeray.elastic.view import ClusterView
+from moeray.worker.config import WorkerConfig
+from tests.support import fake_worker
+from tests.support.serving import poll
+
+pytestmark = pytest.mark.cluster
+
+DEADLINE_S = 30.0
+numbers = itertools.count()
+
+
+def fake_class() -> Any:
+    import ray
+
+    return ray.remote(fake_worker.FakeWorker)
+
+
+@dataclasses.dataclass
+class Started:
+    """A controller's handle, with calls that end."""
+
+    actor: Any
+    view: ClusterView | None = None
+
+    def call(self, name: str, *args: Any) -> Any:
+        import ray
+
+        return ray.get(getattr(self.actor, name).remote(*args), timeout=DEADLINE_S)
+
+    def until(self, *states: str) -> ClusterView:
+        """Follow the view until it is in one of the states."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.view is None or self.view.state not in states:
+            assert time.monotonic() < deadline, self.view
+            self.view = self.call("view", -1 if self.view is None else self.view.version, 1.0)
+        return self.view
+
+
+@pytest.fixture
+def start(ray_cluster: LocalRay) -> Iterator[Callable[..., Started]]:
+    import ray
+    from ray import cloudpickle
+
+    assert ray_cluster.address
+    cloudpickle.register_pickle_by_value(fake_worker)
+    started: list[Started] = []
+
+    def begin(script: str = "", *, num_workers: int = 2, num_cpus: float = 0.0, **changes: Any) -> Started:
+        worker = WorkerConfig(model_path=script, num_seats=8, max_workers=4)
+        values: dict[str, Any] = {
+            "deployment": f"t{next(numbers)}",
+            "num_workers": num_workers,
+            "num_layers": 2,
+            "num_experts": 8,
+            "num_seats": worker.num_seats,
+            "max_workers": worker.max_workers,
+            "deadlines": StartDeadlines(create_s=20.0, load_s=10.0, join_s=5.0),
+        }
+        factory = RayWorkerFactory(
+            config=worker,
+            num_cpus=num_cpus,
+            num_gpus=0,
+            bind_host="127.0.0.1",
+            variables=worker_variables(threads=1, embedded=True, environ={}),
+            resolve=fake_class,
+        )
+        found = Started(create_controller(ControllerConfig(**(values | changes)), factory))
+        started.append(found)
+        found.call("start")
+        return found
+
+    yield begin
+    for each in started:
+        try:
+            each.call("stop", False)
+        except ray.exceptions.RayActorError:
+            continue
+        finally:
+            ray.kill(each.actor, no_restart=True)
+
+
+def is_gone(pid: int, within_s: float = 10.0) -> bool:
+    try:
+        psutil.Process(pid).wait(within_s)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_workers_come_up_and_leave(start: Callable[..., Started]) -> None:
+    deployment = start(num_workers=3)
+    view = deployment.until("serving", "failed")
+    assert (view.state, view.cause) == ("serving", None)
+    assert [(member.slot, member.rank, member.state) for member in view.members] == [
+        (0, 0, "serving"),
+        (1, 1, "serving"),
+        (2, 2, "serving"),
+    ]
+    pids = [member.pid for member in view.members]
+    deployment.call("stop", True)
+    assert all(pid is not None and is_gone(pid) for pid in pids)
+    assert deployment.call("view", -1, 0.0).state == "stopping"
+
+
+def test_workers_have_their_environment_from_the_start(start: Callable[..., Started]) -> None:
+    view = start(num_workers=1).until("serving", "failed")
+    assert view.members[0].pid is not None
+    variables = psutil.Process(view.members[0].pid).environ()
+    assert variables["MALLOC_MMAP_MAX_"] == "0"
+    assert variables["GLOO_SOCKET_IFNAME"] == "lo"
+    assert variables["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("0:create:die", "worker 0: its process died"),
+        ("1:create:checkpoint", "worker 1: it could not be created: .*lm_head.weight is missing"),
+        ("1:load:checkpoint", "worker 1: model.safetensors: tensor lm_head.weight is missing"),
+        ("0:load:die", "worker 0: its process died"),
+        ("1:load:bug", "worker 1: KeyError: 'surprise'"),
+        ("0:host_store:die", "worker 0: its process died"),
+        ("1:join:die", "worker 1: its process died"),
+        ("1:serve:bug", "worker 1: KeyError: 'surprise'"),
+    ],
+)
+def test_a_failing_worker_is_named_and_all_are_ended(start: Callable[..., Started], script: str, cause: str) -> None:
+    deployment = start(script)
+    view = deployment.until("failed", "serving")
+    assert view.cause is not None
+    assert re.match(cause, view.cause)
+    assert "\n" not in view.cause
+    deployment.call("stop", False)
+    assert all(is_gone(member.pid) for member in view.members if member.pid is not None)
+
+
+def test_a_hanging_load_ends_at_its_deadline(start: Callable[..., Started]) -> None:
+    deployment = start("1:load:hang", deadlines=StartDeadlines(create_s=20.0, load_s=1.0, join_s=5.0))
+    assert deployment.until("failed").cause == "worker 1: did not load its weights within 1 s"
+
+
+def test_a_worker_without_resources_is_named_with_what_the_cluster_has(start: Callable[..., Started]) -> None:
+    deployment = start(num_cpus=1.0, deadlines=StartDeadlines(create_s=1.0, load_s=1.0, join_s=1.0))
+    cause = deployment.until("failed").cause
+    assert cause is not None
+    assert "its process did not come up within 1 s; the cluster has 0 of 0 CPUs free" in cause
+
+
+def test_a_death_while_serving_is_seen_at_once(start: Callable[..., Started]) -> None:
+    deployment = start()
+    view = deployment.until("serving", "failed")
+    assert view.members[1].pid is not None
+    began = time.monotonic()
+    psutil.Process(view.members[1].pid).kill()
+    view = deployment.until("failed")
+    assert time.monotonic() - began < 2.0
+    assert view.cause is not None
+    assert view.cause.startswith("worker 1: its process died")
+    assert [member.state for member in view.members] == ["serving", "dead"]
+
+
+def test_a_failed_engine_is_seen(start: Callable[..., Started]) -> None:
+    deployment = start("0:engine:fail")
+    assert deployment.until("failed").cause == "worker 0: its engine failed: GroupError: a rank left"
+
+
+def test_each_front_end_gets_a_newer_lease_and_the_same_keys(start: Callable[..., Started]) -> None:
+    deployment = start(num_workers=1)
+    first, second = deployment.call("attach"), deployment.call("attach")
+    assert second.lease == first.lease + 1
+    assert (first.public_key, first.secret_key) == (second.public_key, second.secret_key)
+    assert len(first.public_key) == 40
+    assert first.public_key != first.secret_key
+
+
+def test_a_reader_without_news_gets_the_old_view_after_its_timeout(start: Callable[..., Started]) -> None:
+    deployment = start(num_workers=1)
+    view = deployment.until("serving")
+    began = time.monotonic()
+    assert deployment.call("view", view.version, 0.3) == view
+    assert 0.3 <= time.monotonic() - began < 5.0
+
+
+def test_a_second_controller_of_one_name_is_refused(start: Callable[..., Started]) -> None:
+    start(num_workers=1, deployment="twice")
+    with pytest.raises(StartupError, match="deployment 'twice' already runs in this cluster"):
+        start(num_workers=1, deployment="twice")
+
+
+def test_without_readers_everything_ends(start: Callable[..., Started]) -> None:
+    import ray
+
+    deployment = start(num_workers=1, orphan_timeout_s=0.5)
+    view = deployment.until("serving", "failed")
+    assert view.members[0].pid is not None
+    assert is_gone(view.members[0].pid)
+
+    def controller_is_gone() -> bool:
+        try:
+            deployment.call("attach")
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    poll("the controller is gone", controller_is_gone, DEADLINE_S)
