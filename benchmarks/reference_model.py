@@ -34,6 +34,18 @@ def main() -> None:
         eos_token_id=None,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(arguments.directory)
+    save_tokenizer(arguments.directory)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Bytes as tokens 0 to 255: random weights have no words, but a server wants a tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 if __name__ == "__main__":

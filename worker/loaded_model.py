@@ -80,6 +80,7 @@ def load_model(
     )
     model = Decoder(config, environment, max_model_len)
     load_weights(model, checkpoint, placement, slot, on_progress)
+    model.warm_up(worker.max_num_batched_tokens)
     capacity = BufferCapacity(max_workers=worker.max_workers, max_tokens=worker.max_num_batched_tokens)
     buffers = prepare_communication_buffer_for_model(model, capacity, device)
     exchange.attach_buffers(buffers)

@@ -12,7 +12,7 @@ from moeray.comm.exchange import ExpertExchange
 from moeray.comm.group import CommGroup
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.topology import Member, Topology
-from moeray.worker.models.linear import RowLinear
+from moeray.worker.models.linear import RowLinear, padded_rows
 from moeray.worker.moe.activation import ACTIVATIONS, gated_activation
 from moeray.worker.moe.expert_load import ExpertLoad
 from moeray.worker.moe.factory import FusedMoEFactory, MoEEnvironment
@@ -351,17 +351,38 @@ def test_halves_that_disagree_on_the_format_are_refused() -> None:
     assert "float16" in reason
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_grouping_puts_every_pair_in_its_seats_run(multiple: int) -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_grouping_puts_every_pair_in_its_seats_run(exact: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     seats = torch.randint(-1, 5, (30, 3), generator=generator)
-    groups = group_by_seat(seats, multiple)
+    groups = group_by_seat(seats, exact=exact)
     pairs = [(row, seat) for row in range(30) for seat in seats[row].tolist() if seat >= 0]
     assert len(groups.place_of_pair_P) == len(pairs)
     for place, (row, seat) in zip(groups.place_of_pair_P.tolist(), pairs, strict=True):
         assert groups.source_rows_Q[place] == row
         assert any(run_seat == seat and start <= place < end for run_seat, start, end in groups.runs)
-    assert all((end - start) % multiple == 0 for _, start, end in groups.runs)
+    assert all((end - start) % 4 == 0 for _, start, end in groups.runs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "exact", "fast"), [(0, 0, 0), (1, 4, 1), (3, 4, 3), (5, 8, 8), (17, 24, 24), (65, 96, 96)]
+)
+def test_rows_are_padded_to_few_sizes(rows: int, exact: int, fast: int) -> None:
+    assert padded_rows(rows, exact=True) == exact
+    assert padded_rows(rows, exact=False) == fast
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 128), (64, 10), (200, 64), (256, 512), (384, 96), (1024, 256)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_exact_rows_have_the_same_bits_whatever_their_number(inputs: int, outputs: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    linear = RowLinear(True)
+    weight, x = torch.randn(outputs, inputs), torch.randn(600, inputs)
+    bias = torch.randn(outputs) if biased else None
+    whole = linear(x, weight, bias)
+    assert torch.allclose(whole, F.linear(x, weight, bias), atol=1e-3)
+    for count in (1, 2, 3, 4, 5, 7, 13, 31, 64, 65, 100, 129, 300, 512):
+        assert torch.equal(linear(x[600 - count :], weight, bias), whole[600 - count :]), count
 
 
 def test_load_counts_real_tokens_at_commit_only() -> None:

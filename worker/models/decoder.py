@@ -189,6 +189,15 @@ class Decoder(nn.Module):
             for runner in self.moe_runners()
         ]
 
+    def warm_up(self, max_rows: int) -> None:
+        """Let the linear algebra library meet the shapes of steps of up to `max_rows` rows, before serving."""
+        weights = [parameter for parameter in self.parameters() if parameter.dim() == 2]
+        for runner in self.moe_runners()[:1]:
+            experts = runner.routed_experts.parameters()
+            weights.extend(parameter[0] for parameter in experts if parameter.dim() == 3)
+        with torch.inference_mode():
+            self.linear.warm_up(weights, max_rows)
+
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """fp32 logits [S, V]. Every rank calls it in every step that runs, also with T = 0."""
         hidden_TD = self.embed.index_select(0, batch.token_ids_T)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moeray.worker.models.linear import ROW_MULTIPLE
+from moeray.worker.models.linear import RowLinear, padded_rows_of
 from moeray.worker.models.parameters import empty_parameter
 from moeray.worker.moe.activation import GatedActivation
 from moeray.worker.moe.kernel import FusedMoEKernel, PrepareFinalize
@@ -18,7 +18,7 @@ from moeray.worker.moe.routed_experts import RoutedExperts
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Pairs of one batch, sorted by seat; each seat's run starts at a multiple of the row multiple.
+    """Pairs of one batch, sorted by seat; each seat's run is padded to a number of rows that keeps its bits.
 
     `runs` are (seat, start, end) over the Q sorted places; `source_rows_Q` is the received row of each place and
     `place_of_pair_P` where each pair's result lies.
@@ -29,7 +29,7 @@ class ExpertGroups:
     place_of_pair_P: torch.Tensor
 
 
-def group_by_seat(seat_ids_RK: torch.Tensor, row_multiple: int) -> ExpertGroups:
+def group_by_seat(seat_ids_RK: torch.Tensor, *, exact: bool) -> ExpertGroups:
     """Sort a batch's pairs by seat; places that only pad a run repeat row 0."""
     top_k = seat_ids_RK.shape[1]
     flat = seat_ids_RK.reshape(-1).cpu().numpy()
@@ -38,7 +38,7 @@ def group_by_seat(seat_ids_RK: torch.Tensor, row_multiple: int) -> ExpertGroups:
     order = np.argsort(seats_P, kind="stable")
     counts = np.bincount(seats_P)
     filled = np.flatnonzero(counts)
-    widths = -(-counts[filled] // row_multiple) * row_multiple
+    widths = padded_rows_of(counts[filled], exact=exact)
     ends = np.cumsum(widths)
     starts = ends - widths
     first_of_seat = np.cumsum(counts[filled]) - counts[filled]
@@ -58,8 +58,8 @@ def group_by_seat(seat_ids_RK: torch.Tensor, row_multiple: int) -> ExpertGroups:
 class UnquantizedExperts:
     """Grouped GEMMs as one matrix product per filled seat that got rows.
 
-    With `row_exact` each run is padded to a multiple of 4 rows, so that a row's bits do not depend on how many rows
-    its expert got (see `worker/models/linear.py`).
+    With `row_exact` each run is padded so that a row's bits do not depend on how many rows its expert got (see
+    `worker/models/linear.py`).
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class UnquantizedExperts:
         self.w2_SDF = w2_SDF
         self.activation = activation
         self.quant_config = quant_config
+        self.linear = RowLinear(quant_config.row_exact)
 
     def supports(self, quant_config: FusedMoEQuantConfig) -> tuple[bool, str]:
         if quant_config.dispatch_dtype != self.w13_S2FD.dtype:
@@ -80,15 +81,12 @@ class UnquantizedExperts:
         return True, ""
 
     def apply(self, hidden_RD: torch.Tensor, seat_ids_RK: torch.Tensor) -> torch.Tensor:
-        groups = group_by_seat(seat_ids_RK, ROW_MULTIPLE if self.quant_config.row_exact else 1)
+        groups = group_by_seat(seat_ids_RK, exact=self.quant_config.row_exact)
         rows_QD = hidden_RD.index_select(0, groups.source_rows_Q)
-        gate_up_Q2F = rows_QD.new_empty((rows_QD.shape[0], self.w13_S2FD.shape[1]))
-        for seat, start, end in groups.runs:
-            torch.mm(rows_QD[start:end], self.w13_S2FD[seat].t(), out=gate_up_Q2F[start:end])
-        hidden_QF = self.activation(gate_up_Q2F)
         out_QD = torch.empty_like(rows_QD)
         for seat, start, end in groups.runs:
-            torch.mm(hidden_QF[start:end], self.w2_SDF[seat].t(), out=out_QD[start:end])
+            gate_up_M2F = self.linear(rows_QD[start:end], self.w13_S2FD[seat])
+            out_QD[start:end] = self.linear(self.activation(gate_up_M2F), self.w2_SDF[seat])
         return out_QD.index_select(0, groups.place_of_pair_P)
 
 
