@@ -12,15 +12,9 @@ import argparse
 import asyncio
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,9 +22,9 @@ from typing import Any, Protocol
 
 import psutil
 
+from benchmarks.deployment import Deployment
 from benchmarks.serve import Plan, report, run_all
 
-START_DEADLINE_S = 180.0
 SETTINGS: dict[str, list[str]] = {
     "1 worker x 2 threads, fast": ["--workers", "1", "--threads", "2", "--combine", "fast"],
     "1 worker x 2 threads, exact": ["--workers", "1", "--threads", "2", "--combine", "exact"],
@@ -75,31 +69,12 @@ class Moeray:
     """A `moeray serve` of its own on a free port."""
 
     def __init__(self, model: Path, arguments: Sequence[str], vocab_size: int, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.deployment = Deployment(str(model), ["--max-model-len", "1024", "--kv-cache-gib", "0.5", *arguments], log)
         self.vocab_size = vocab_size
-        command = [sys.executable, "-m", "moeray.deploy.cli", "serve", str(model), "--port", str(port)]
-        command += ["--deployment", f"compare-{port}", "--max-model-len", "1024", *arguments]
-        with log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        self.log = log
-
-    def wait_ready(self) -> None:
-        """Raises `RuntimeError` with the server's output if it does not come up in time."""
-        deadline = time.monotonic() + START_DEADLINE_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=2.0):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        raise RuntimeError(f"moeray did not get ready:\n{self.log.read_text()}")
 
     def decode_rate(self, batch: int, prompt_len: int, output_len: int, seed: int) -> float:
         plan = Plan(
-            url=self.url,
+            url=self.deployment.url,
             endpoint="generate",
             model=None,
             api_key=None,
@@ -118,14 +93,6 @@ class Moeray:
         if result["failed"]:
             raise RuntimeError(f"{result['failed']} requests failed: {result}")
         return float(1000.0 * batch / result["itl_ms"]["p50"])
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(60.0)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
 
 
 def others_cpu_share() -> float:
@@ -154,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         contestants: dict[str, Contestant] = {"transformers": Transformers(arguments.model)}
         for number, name in enumerate(arguments.settings):
             server = Moeray(arguments.model, SETTINGS[name], vocab_size, logs / f"{number}.log")
-            stack.callback(server.close)
-            server.wait_ready()
+            stack.callback(server.deployment.close)
+            server.deployment.wait_ready()
             contestants[name] = server
         rates = measure(contestants, arguments)
     table(rates, arguments.batches)

@@ -61,9 +61,7 @@ def measure(rank: int, size: int, port: int, sizes: Sizes) -> Times:
     with torch.inference_mode():
         for dispatcher, combine in MOVING if size > 1 else (("loopback", "exact"),):
             for num_tokens in sizes.tokens:
-                times[dispatcher, combine, num_tokens] = _rounds(
-                    group, dispatcher, combine, num_tokens, sizes
-                )
+                times[dispatcher, combine, num_tokens] = _rounds(group, dispatcher, combine, num_tokens, sizes)
     group.exchange_header(torch.zeros(1, dtype=torch.int64))
     group.close()
     return times
@@ -119,9 +117,7 @@ def measure_group(size: int, sizes: Sizes) -> list[Times]:
     store, port = host_store(HOST, TIMEOUT_S)
     context = multiprocessing.get_context("spawn")
     results: SimpleQueue[Times] = context.SimpleQueue()
-    ranks = [
-        context.Process(target=run_rank, args=(rank, size, port, sizes, results)) for rank in range(size)
-    ]
+    ranks = [context.Process(target=run_rank, args=(rank, size, port, sizes, results)) for rank in range(size)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -139,8 +135,7 @@ def table(size: int, ranks: Sequence[Times], loopback: Times) -> str:
         cells = []
         for key, own in loopback.items():
             slowest = [
-                max(rounds)
-                for rounds in zip(*(times[dispatcher, combine, key[2]] for times in ranks), strict=True)
+                max(rounds) for rounds in zip(*(times[dispatcher, combine, key[2]] for times in ranks), strict=True)
             ]
             median, base = statistics.median(slowest), statistics.median(own)
             cells.append(f"{median * 1e6:7.0f} us ({median / base:5.1f} x)")
@@ -149,9 +144,7 @@ def table(size: int, ranks: Sequence[Times], loopback: Times) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 256])
     parser.add_argument("--hidden", type=int, default=1024)
@@ -169,9 +162,7 @@ def main() -> None:
     )
     loopback = measure(0, 1, 0, sizes)
     cells = "  ".join(f"{statistics.median(own) * 1e6:7.0f} us          " for own in loopback.values())
-    sys.stdout.write(
-        f"D={sizes.hidden} K={sizes.top_k} E={sizes.num_experts}, tokens of each rank: {sizes.tokens}\n"
-    )
+    sys.stdout.write(f"D={sizes.hidden} K={sizes.top_k} E={sizes.num_experts}, tokens of each rank: {sizes.tokens}\n")
     sys.stdout.write(f"1 worker   loopback   exact {cells}\n")
     for size in given.workers:
         sys.stdout.write(table(size, measure_group(size, sizes), loopback) + "\n")

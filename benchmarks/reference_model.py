@@ -1,6 +1,6 @@
 """Writes the reference model of the benchmarks: a random Qwen3-MoE of 650 M parameters, fp32.
 
-    python benchmarks/reference_model.py DIRECTORY
+python benchmarks/reference_model.py DIRECTORY
 """
 
 import argparse

@@ -8,6 +8,8 @@ is an explicit float mask, query rows come in multiples of 4, and keys are padde
 383 keys (docs/exactness.md has the measurements). Page 0 is never written and pads block tables.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,14 @@ def padded_keys(num_keys: int) -> int:
     return padded - in_tile + 384 if 192 < in_tile <= 384 else padded
 
 
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory on CPU until they are written: anonymous pages of the operating system."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
 class PagedKVCache:
     """Keys and values of all layers, [H, P, C, d] each; allocated once, zero from the start."""
 
@@ -43,8 +53,8 @@ class PagedKVCache:
         device: torch.device,
     ) -> None:
         shape = (num_kv_heads, num_blocks, BLOCK_SIZE, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys = [lazy_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.values = [lazy_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim

@@ -1,0 +1,172 @@
+"""What changing the size costs: pauses of clients, seconds of operations, leaks after many cycles.
+
+    python -m benchmarks.elastic operations     20 operations between 1 and 4 workers under 16 streams
+    python -m benchmarks.elastic start          how fast a worker joins, from a warm spare and cold
+    python -m benchmarks.elastic cycles         50 cycles of up and down; memory, threads, descriptors, processes
+
+All on the demo model, real processes, clients over HTTP. Every stream is compared token by token with a run without
+any operation. Prints Markdown.
+"""
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.deployment import Deployment
+from benchmarks.streams import Load, Stream, longest_gap_s, now, reference, requests, wrong
+
+MAX_WORKERS = 4
+
+
+def walk_over_all_pairs(count: int) -> list[int]:
+    """Sizes to go to, one after the other, from 1: every ordered pair of sizes is met, then again from the start."""
+    pairs = set(itertools.permutations(range(1, MAX_WORKERS + 1), 2))
+    path, here = [], 1
+    while pairs:
+        following = max(
+            (to for at, to in pairs if at == here), key=lambda to: sum(a == to for a, _ in pairs), default=0
+        )
+        if not following:
+            following = next(iter(sorted(pairs)))[0]
+        pairs.discard((here, following))
+        path.append(following)
+        here = following
+    return list(itertools.islice(itertools.cycle(path), count))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+async def operations(arguments: argparse.Namespace, log: Path) -> None:
+    """Bar: p95 of the longest client gap per operation <= max(5 S, 250 ms), nothing failed, nothing changed."""
+    options = ["--workers", "1", "--max-workers", str(MAX_WORKERS), "--spares", str(arguments.spares)]
+    with Deployment("demo", options, log) as server:
+        bodies = requests(arguments.streams, arguments.tokens)
+        expected = await reference(server.url, bodies)
+        load = Load(server.url, bodies)
+        load.start()
+        await asyncio.sleep(2.0)
+        rows: list[tuple[int, int, float, float, dict[str, Any]]] = []
+        here = 1
+        for size in walk_over_all_pairs(arguments.operations):
+            if size == here:
+                continue
+            started = now()
+            operation = await asyncio.to_thread(server.scale, workers=size)
+            rows.append((here, size, started, now(), operation))
+            here = size
+            await asyncio.sleep(arguments.pause_s)
+        streams = await load.stop()
+    report_operations(rows, streams, expected)
+
+
+def report_operations(
+    rows: Sequence[tuple[int, int, float, float, dict[str, Any]]],
+    streams: Sequence[Stream],
+    expected: Sequence[Sequence[int]],
+) -> None:
+    gaps = [gap for stream in streams for _, gap in stream.gaps()]
+    step_s = statistics.median(gaps)
+    longest = [longest_gap_s(streams, started, ended) for _, _, started, ended, _ in rows]
+    failed, changed = wrong(streams, expected)
+    print("| from | to | seconds | moved experts | KV blocks | longest client gap (ms) |")
+    print("|---|---|---|---|---|---|")
+    for (old, new, started, ended, operation), gap in zip(rows, longest, strict=True):
+        moved, blocks = operation.get("moved_experts"), operation.get("kv_blocks")
+        print(f"| {old} | {new} | {ended - started:.2f} | {moved} | {blocks} | {gap * 1e3:.0f} |")
+    bar = max(5 * step_s, 0.25)
+    print(
+        f"\n{len(rows)} operations, {len(streams)} streams: {failed} failed, {changed} with changed tokens. "
+        f"S (median time between two events) {step_s * 1e3:.1f} ms; longest gap per operation: median "
+        f"{statistics.median(longest) * 1e3:.0f} ms, p95 {percentile(longest, 0.95) * 1e3:.0f} ms, "
+        f"maximum {max(longest) * 1e3:.0f} ms; bar {bar * 1e3:.0f} ms."
+    )
+
+
+async def start(arguments: argparse.Namespace, log: Path) -> None:
+    """Bar: a warm spare is in within a second of the request. Cold is stated, with its phases."""
+    for spares in (1, 0):
+        options = ["--workers", "1", "--max-workers", "2", "--spares", str(spares)]
+        with Deployment("demo", options, log) as server:
+            await asyncio.sleep(arguments.settle_s)
+            seconds = []
+            for _ in range(arguments.rounds):
+                operation = await asyncio.to_thread(server.scale, workers=2)
+                phases = {phase["name"]: round(phase["seconds"] or 0.0, 3) for phase in operation["phases"]}
+                # `switched` is reached when the phases before it are over.
+                until = list(phases).index("switched") if "switched" in phases else len(phases)
+                seconds.append(sum(list(phases.values())[:until]))
+                print(f"- {'warm spare' if spares else 'cold'}: {seconds[-1]:.2f} s to the switch; phases {phases}")
+                await asyncio.to_thread(server.scale, workers=1)
+                await asyncio.sleep(arguments.settle_s)
+            print(f"- {'warm spare' if spares else 'cold'}: median {statistics.median(seconds):.2f} s\n")
+
+
+def inventory(server: Deployment) -> dict[str, float]:
+    """What could leak: of the front end, controller and workers, which live through all cycles."""
+    counts = {"processes": 0.0, "threads": 0.0, "descriptors": 0.0, "MiB": 0.0}
+    for process in server.processes():
+        try:
+            name = " ".join(process.cmdline())
+            if "moeray" not in name and "ray::" not in name:
+                continue
+            with process.oneshot():
+                counts["processes"] += 1
+                counts["threads"] += process.num_threads()
+                counts["descriptors"] += process.num_fds()
+                counts["MiB"] += process.memory_info().rss / 2**20
+        except psutil.NoSuchProcess:
+            continue
+    return counts
+
+
+async def cycles(arguments: argparse.Namespace, log: Path) -> None:
+    """Bar: memory +5 % at most, everything else back to the start."""
+    options = ["--workers", "2", "--max-workers", "3", "--spares", "0"]
+    with Deployment("demo", options, log) as server:
+        bodies = requests(4, 64)
+        expected = await reference(server.url, bodies)
+        load = Load(server.url, bodies)
+        load.start()
+        snapshots = []
+        for number in range(arguments.cycles + 1):
+            if number:
+                await asyncio.to_thread(server.scale, workers=3)
+                await asyncio.to_thread(server.scale, workers=2)
+            if number in (0, 1, 2, 5) or number % 10 == 0:
+                await asyncio.sleep(arguments.settle_s)
+                snapshots.append((number, inventory(server)))
+                print(f"- after {number} cycles: " + ", ".join(f"{v:.0f} {k}" for k, v in snapshots[-1][1].items()))
+        failed, changed = wrong(await load.stop(), expected)
+        print(f"\n{failed} streams failed, {changed} said something else. Slots now: {server.slots()}.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["operations", "start", "cycles"])
+    parser.add_argument("--operations", type=int, default=20)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--pause-s", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settle-s", type=float, default=3.0)
+    parser.add_argument("--cycles", type=int, default=50)
+    arguments = parser.parse_args(argv)
+    work = {"operations": operations, "start": start, "cycles": cycles}[arguments.what]
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(work(arguments, Path(directory) / "server.log"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
