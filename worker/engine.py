@@ -65,7 +65,7 @@ class EngineParts:
 class Engine:
     """Runs steps in the thread that calls `run`.
 
-    Other threads may read `failure`, `orphaned`, `num_requests`, `epoch`, `committed_epoch` and `topology`.
+    Other threads may read `failure`, `orphaned`, `has_left`, `num_requests`, `epoch`, `committed_epoch` and `topology`.
     """
 
     def __init__(self, parts: EngineParts, epoch: PreparedEpoch, joined: "Future[int] | None" = None) -> None:
@@ -73,6 +73,7 @@ class Engine:
         self.parts = parts
         self.failure: str | None = None
         self.orphaned = False
+        self.has_left = False
         self.topology = epoch.topology
         self._group: CommGroup = epoch.group
         self._next: CommitEpoch | None = None
@@ -235,6 +236,7 @@ class Engine:
         threading.Thread(target=old_group.close, name="close group", daemon=True).start()
         if prepared is None:
             self._leave(commit.epoch)
+            self.has_left = True
             commit.done.set_result(commit.epoch)
             self._linger()
             return False
@@ -263,6 +265,9 @@ class Engine:
         """Out of the group: pass on what still arrives until told to stop."""
         while not self._stopping and self._may_go_on():
             self._receive(PARK_SLICE_S)
+            if self._next is not None:  # asked again: the answer was lost
+                self._next.done.set_result(self._next.epoch)
+                self._next = None
             late = [HandedOverSequence(seq.seq_id, seq.attempt, None) for seq in self.parts.scheduler.waiting]
             if late:
                 self._send_handed_over(self.epoch, late)

@@ -213,7 +213,7 @@ class Worker:
             prepared_epoch=prepared.topology.epoch if prepared else None,
             committed_epoch=engine.committed_epoch if engine else None,
             topology=engine.topology if engine else None,
-            is_serving=engine is not None and not self.wait(0.0),
+            is_serving=engine is not None and not engine.has_left and not self.wait(0.0),
         )
 
     def serve(self) -> None:

@@ -42,9 +42,7 @@ GroupsBySize = dict[int, list[CommGroup]]
 def groups() -> Iterator[GroupsBySize]:
     """Groups of every size, built once; each serves one example after the other."""
     built = {size: build_groups(range(size), epoch=size) for size in SIZES}
-    built[1] = [
-        CommGroup.build(epoch=1, rank=0, slots=[0], store=None, device=CPU, timeout_s=1.0, warm_timeout_s=1.0)
-    ]
+    built[1] = [CommGroup.build(epoch=1, rank=0, slots=[0], store=None, device=CPU, timeout_s=1.0, warm_timeout_s=1.0)]
     yield built
     for group in [group for ranks in built.values() for group in ranks]:
         group.close()
@@ -64,9 +62,7 @@ def installed(
 ) -> list[ExpertExchange]:
     exchanges = []
     for group in ranks:
-        exchange = make_exchange(
-            [layer_spec], combine=combine, dispatcher=dispatcher, piece_tokens=piece_tokens
-        )
+        exchange = make_exchange([layer_spec], combine=combine, dispatcher=dispatcher, piece_tokens=piece_tokens)
         exchange.install(topology, group, topology.slots[group.rank])
         exchanges.append(exchange)
     return exchanges
@@ -147,9 +143,7 @@ def test_all_tokens_to_the_experts_of_one_rank(groups: GroupsBySize, dispatcher:
     topology = make_topology(range(3), 12, epoch=3)
     batches = []
     for rank, num_tokens in enumerate((20, 0, 5)):
-        batch = make_batch(
-            num_tokens, hidden=8, top_k=4, num_experts=12, seed=rank, skewed=False, dtype=torch.float32
-        )
+        batch = make_batch(num_tokens, hidden=8, top_k=4, num_experts=12, seed=rank, skewed=False, dtype=torch.float32)
         ids_TK = torch.tensor([8, 9, 10, 11]).expand(num_tokens, 4).contiguous()
         batches.append(Batch(batch.hidden_TD, ids_TK, batch.topk_weights_TK))
     exchanges = installed(groups[3], topology, spec(8, 4, 12), combine, dispatcher, 16)
@@ -179,8 +173,7 @@ def test_counts_can_travel_first(groups: GroupsBySize, combine: str, monkeypatch
     exchanges = installed(groups[3], topology, spec(16, 4, 8), combine, "all_to_all", 8)
     for tokens in ((9, 0, 20), (0, 0, 1), (0, 0, 0)):
         batches = [
-            make_batch(n, hidden=16, top_k=4, num_experts=8, seed=n, skewed=False, dtype=torch.float32)
-            for n in tokens
+            make_batch(n, hidden=16, top_k=4, num_experts=8, seed=n, skewed=False, dtype=torch.float32) for n in tokens
         ]
         check(run_step(exchanges, topology, batches), batches, combine)
 
@@ -196,8 +189,7 @@ def test_a_replica_at_home_is_preferred(groups: GroupsBySize, dispatcher: str) -
     )
     topology = dataclasses.replace(make_topology(range(2), 4, num_seats=4, epoch=2), placement=placement)
     batches = [
-        make_batch(9, hidden=8, top_k=2, num_experts=4, seed=n, skewed=False, dtype=torch.float32)
-        for n in range(2)
+        make_batch(9, hidden=8, top_k=2, num_experts=4, seed=n, skewed=False, dtype=torch.float32) for n in range(2)
     ]
     exchanges = installed(groups[2], topology, spec(8, 2, 4), "exact", dispatcher)
     logical = torch.arange(4)
@@ -280,8 +272,7 @@ def test_buffers_stay_over_a_thousand_steps_and_a_new_epoch(
     exchanges = installed(groups[2], topology, layer_spec, combine, dispatcher, piece_tokens=4)
     before = [addresses(exchange) for exchange in exchanges]
     batches = [
-        make_batch(n, hidden=16, top_k=2, num_experts=8, seed=n, skewed=False, dtype=torch.float32)
-        for n in (3, 6)
+        make_batch(n, hidden=16, top_k=2, num_experts=8, seed=n, skewed=False, dtype=torch.float32) for n in (3, 6)
     ]
     expected = expected_outputs(batches)
 
@@ -290,9 +281,7 @@ def test_buffers_stay_over_a_thousand_steps_and_a_new_epoch(
             exchanges[rank].begin_step([3, 6])
             out_TD = run_layer(exchanges[rank], topology, rank, batches[rank])
             exchanges[rank].begin_step([3, 0])
-            nothing = Batch(
-                *(t[:0] for t in (batches[1].hidden_TD, batches[1].topk_ids_TK, expected[1][:, :2]))
-            )
+            nothing = Batch(*(t[:0] for t in (batches[1].hidden_TD, batches[1].topk_ids_TK, expected[1][:, :2])))
             run_layer(exchanges[rank], topology, rank, batches[0] if rank == 0 else nothing)
         return out_TD
 
@@ -322,8 +311,7 @@ def test_outputs_survive_the_next_piece(groups: GroupsBySize) -> None:
     topology = make_topology(range(1), 8, epoch=1)
     (exchange,) = installed(groups[1], topology, spec(16, 2, 8), "exact", "auto", piece_tokens=4)
     batches = [
-        make_batch(9, hidden=16, top_k=2, num_experts=8, seed=n, skewed=False, dtype=torch.float32)
-        for n in range(2)
+        make_batch(9, hidden=16, top_k=2, num_experts=8, seed=n, skewed=False, dtype=torch.float32) for n in range(2)
     ]
     exchange.begin_step([9])
     first = run_layer(exchange, topology, 0, batches[0])

@@ -108,6 +108,8 @@ def test_handed_over_sequences_find_their_cache(workers: WorkerSet, front_end: F
 
 def test_a_late_submit_to_a_leaver_is_passed_on(workers: WorkerSet, front_end: FrontEnd) -> None:
     workers.reconfigure([1])
+    assert not workers.worker(0).status().is_serving
+    assert workers.worker(0).commit(1).result(5.0) == 1, "a leaver that is asked again answers again"
     front_end.connect(workers.topology)
     front_end.submit(0, "late", [1, 2, 3], SAMPLINGS["greedy"])
     wait_until(lambda: front_end.is_done("late"), "the late request")
@@ -155,9 +157,7 @@ def test_a_member_that_does_not_come_is_named_and_serving_goes_on(
     wait_until(lambda: front_end.is_done("still"), "a request in the old epoch")
 
 
-def test_kernels_and_buffers_are_built_once_and_keep_their_addresses(
-    workers: WorkerSet, front_end: FrontEnd
-) -> None:
+def test_kernels_and_buffers_are_built_once_and_keep_their_addresses(workers: WorkerSet, front_end: FrontEnd) -> None:
     def identities(slot: int) -> list[int]:
         loaded = workers.worker(slot)._require_loaded()
         runners = loaded.model.moe_runners()

@@ -17,9 +17,7 @@ SHORT_S = 0.5
 PATIENT_S = 20.0
 
 
-def build(
-    rank: int, slots: tuple[int, ...], port: int, epoch: int = 1, warm_timeout_s: float = PATIENT_S
-) -> CommGroup:
+def build(rank: int, slots: tuple[int, ...], port: int, epoch: int = 1, warm_timeout_s: float = PATIENT_S) -> CommGroup:
     return CommGroup.build(
         epoch=epoch,
         rank=rank,
@@ -68,9 +66,7 @@ def test_joining_where_no_store_is_ends_at_the_deadline() -> None:
 
 
 def test_a_group_of_one_has_no_process_group() -> None:
-    group = CommGroup.build(
-        epoch=3, rank=0, slots=[6], store=None, device=CPU, timeout_s=1.0, warm_timeout_s=1.0
-    )
+    group = CommGroup.build(epoch=3, rank=0, slots=[6], store=None, device=CPU, timeout_s=1.0, warm_timeout_s=1.0)
     assert (group.size, group.backend_name, group.slots) == (1, "none", (6,))
     assert group.exchange_header(torch.tensor([3, 1, 4])).tolist() == [[3, 1, 4]]
     with pytest.raises(GroupError, match="one rank"):
