@@ -4,7 +4,7 @@ knows no Ray.
 
 from typing import Protocol
 
-from moeray.elastic.view import Attachment, ClusterView
+from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleRequest
 
 
 class ControlClient(Protocol):
@@ -18,3 +18,19 @@ class ControlClient(Protocol):
 
         After `timeout_s` without a change the current view comes, with its old version.
         """
+
+    async def scale(self, request: ScaleRequest) -> OperationView:
+        """Start an operation and return at once; a repeated `operation_id` gets the first one's operation.
+
+        Raises `ValueError` with the limits for what cannot be done, and `OperationRefused` with the id of the
+        operation that runs.
+        """
+
+    async def operations(self) -> tuple[OperationView, ...]:
+        """All that are remembered, the oldest first."""
+
+    async def operation(self, operation_id: str) -> OperationView | None:
+        """One of them, None if it is not known."""
+
+    async def wait_operation(self, operation_id: str, timeout_s: float) -> OperationView:
+        """Long poll: the operation once it is over, after `timeout_s` as it stands. `ValueError` if it is not known."""

@@ -4,8 +4,11 @@
     ├── invalid()             400 invalid_request_error, names the field in `param`
     ├── unauthorized()        401 authentication_error
     ├── not_found()           404 invalid_request_error
+    ├── not_in_time()         408 timeout_error: an operation was rolled back at its deadline
+    ├── conflict()            409 conflict_error: another operation runs
     ├── too_large()           413 invalid_request_error
     ├── queue_full()          429 rate_limit_error with Retry-After
+    ├── failed()              500 server_error: an operation was rolled back, or ended badly
     ├── unavailable()         503 server_error with Retry-After: starting, draining, failed, a worker was lost
     └── timed_out()           504 timeout_error
 
@@ -68,6 +71,15 @@ def unauthorized(message: str) -> ApiError:
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
 
 
+def not_in_time(message: str) -> ApiError:
+    return ApiError(408, message, kind="timeout_error", code="operation_deadline")
+
+
+def conflict(message: str, *, location: str) -> ApiError:
+    """`location` is where the other operation can be followed."""
+    return ApiError(409, message, kind="conflict_error", code="operation_running", headers={"location": location})
+
+
 def too_large(message: str) -> ApiError:
     return ApiError(413, message, kind="invalid_request_error", code="request_too_large")
 
@@ -75,6 +87,10 @@ def too_large(message: str) -> ApiError:
 def queue_full(message: str) -> ApiError:
     headers = {"retry-after": str(RETRY_AFTER_S)}
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
+
+
+def failed(message: str, *, code: str) -> ApiError:
+    return ApiError(500, message, kind="server_error", code=code)
 
 
 def unavailable(message: str, *, code: str = "unavailable") -> ApiError:

@@ -7,7 +7,7 @@ on elsewhere (prompt, tokens so far, seed, attempt) is all here, in `SequenceEnt
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moeray.api.detokenizer import Detokenizer
@@ -46,7 +46,10 @@ class Usage:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceEntry:
-    """One choice of a request. `index` goes into the sampler's randomness, `choice` is its number in the answer."""
+    """One choice of a request. `index` goes into the sampler's randomness, `choice` is its number in the answer.
+
+    `order` counts sequences in the order in which they came. `attempt` counts the workers that had it before.
+    """
 
     request: "RequestEntry"
     seq_id: str
@@ -56,6 +59,7 @@ class SequenceEntry:
     sampling: SamplingParams
     detokenizer: Detokenizer
     stop: StopMatcher
+    order: int = 0
     attempt: int = 0
     member: MemberKey | None = None
     output_ids: list[int] = field(default_factory=list)
@@ -158,6 +162,7 @@ class Ledger:
         self.requests: set[RequestEntry] = set()
         self.queue: deque[SequenceEntry] = deque()
         self.num_dropped_tokens = 0
+        self._num_opened = 0
 
     def open(self, request: RequestEntry, num_free: int) -> None:
         """Enter a request and queue its sequences.
@@ -174,8 +179,21 @@ class Ledger:
         self.requests.add(request)
         request.num_open = len(request.sequences)
         for sequence in request.sequences:
+            sequence.order = self._num_opened
+            self._num_opened += 1
             self._open[sequence.seq_id] = sequence
             self.queue.append(sequence)
+
+    def requeue(self, sequences: Iterable[SequenceEntry]) -> None:
+        """Open sequences have lost their worker and go on elsewhere after the tokens that they have.
+
+        They wait before all that came later, whatever the bound; what the earlier worker still sends is dropped.
+        """
+        for sequence in sequences:
+            sequence.attempt += 1
+            sequence.member = None
+            self.queue.append(sequence)
+        self.queue = deque(sorted(self.queue, key=lambda entry: entry.order))
 
     def accept(self, output: TokenOutput, member: MemberKey) -> SequenceEntry | None:
         """Enter a token and return its sequence, closed if this was its end; None if the token is not the

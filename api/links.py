@@ -62,6 +62,9 @@ class SocketLinks:
         self._context.destroy(linger=0)
 
 
+# A joiner is connected to before its epoch serves, so that it has requests from its first step on.
+LINKED_STATES = ("joining", "serving", "leaving")
+
 OnMessage = Callable[[MemberKey, FromWorker], None]
 
 
@@ -85,17 +88,25 @@ class Links:
     def lease(self) -> int:
         return self._attachment.lease
 
+    @property
+    def is_connecting(self) -> bool:
+        """Whether a member has not answered the attach yet."""
+        return any(not peer.is_attached for peer in self._peers.values())
+
+    def is_attached(self, key: MemberKey) -> bool:
+        return (peer := self._peers.get(key)) is not None and peer.is_attached
+
     def update(self, view: ClusterView) -> list[MemberKey]:
-        """Connect to new serving members, disconnect from the others; returns those that were lost."""
-        serving = {
+        """Connect to members that serve or will, disconnect from those that are gone; returns those that were lost."""
+        wanted = {
             (member.slot, member.incarnation): member
             for member in view.members
-            if member.state == "serving" and member.endpoint is not None and member.public_key is not None
+            if member.state in LINKED_STATES and member.endpoint is not None and member.public_key is not None
         }
-        lost = [key for key in self._peers if key not in serving]
+        lost = [key for key in self._peers if key not in wanted]
         for key in lost:
             self.drop(key)
-        for key, member in serving.items():
+        for key, member in wanted.items():
             if key not in self._peers:
                 self._connect(key, member)
         return lost

@@ -1,6 +1,6 @@
 """Prometheus metrics of one front end, in a registry of its own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -8,7 +8,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moeray.api.ledger import RequestEntry, SequenceEntry
-from moeray.worker.messages import TokenOutput, WorkerStats
+from moeray.api.operation_metrics import EpochMetrics, OperationMetrics
+from moeray.api.worker_counters import COUNTERS, GAUGES
+from moeray.elastic.view import ClusterView
+from moeray.worker.messages import TokenOutput
 
 if TYPE_CHECKING:
     from moeray.api.front_end import FrontEnd
@@ -24,6 +27,14 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.operations = OperationMetrics(self.registry)
+        self._epoch = EpochMetrics(self.registry)
+        self._resubmitted = Counter(
+            "moeray_resubmitted_sequences",
+            "Sequences that went on at another worker, by why",
+            ["reason"],
+            registry=self.registry,
+        )
         self._requests = Counter("moeray_requests", "Requests by how they ended", ["outcome"], registry=self.registry)
         self._prompt_tokens = Counter("moeray_prompt_tokens", "Prompt tokens", registry=self.registry)
         self._output_tokens = Counter("moeray_output_tokens", "Output tokens", registry=self.registry)
@@ -55,8 +66,10 @@ class Metrics:
     def on_token(self, sequence: SequenceEntry, output: TokenOutput, now: float) -> None:
         """A token was accepted at `now` (monotonic clock)."""
         self._output_tokens.inc()
+        self._epoch.num_tokens += 1
         if sequence.last_token_s is not None:
             self._itl.observe(now - sequence.last_token_s)
+            self.operations.gap.observe(sequence.last_token_s, now)
         else:
             self._ttft.observe(now - sequence.request.arrived_s)
             if output.worker_ttft_s is not None:
@@ -74,6 +87,14 @@ class Metrics:
         """A request has ended, whichever way."""
         self._prompt_tokens.inc(request.usage().prompt_tokens)
         self._requests.labels(_outcome(request)).inc()
+
+    def on_resubmitted(self, count: int, reason: str) -> None:
+        """Sequences lost their worker and go on: "handed_over", "lost", or "no_room" where they were sent."""
+        self._resubmitted.labels(reason).inc(count)
+
+    def on_view(self, view: ClusterView) -> None:
+        """The controller has told of a change."""
+        self._epoch.on_view(view)
 
     def on_refused(self, status: int) -> None:
         """A request was answered with an error before it was taken."""
@@ -101,8 +122,6 @@ class FrontEndCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         front_end = self._front_end
         ledger = front_end.ledger
-        view = front_end.view
-        yield GaugeMetricFamily("moeray_epoch", "Current epoch", -1 if view is None else view.epoch)
         yield GaugeMetricFamily("moeray_requests_open", "Requests being answered", len(ledger.requests))
         yield GaugeMetricFamily("moeray_queue_sequences", "Sequences without a worker", len(ledger.queue))
         yield CounterMetricFamily(
@@ -113,7 +132,7 @@ class FrontEndCollector(Collector):
         yield from self._by_slot()
 
     def _by_slot(self) -> Iterable[Metric]:
-        router, stats = self._front_end.router, self._front_end.stats
+        router, counters = self._front_end.router, self._front_end.counters
         sequences = GaugeMetricFamily("moeray_slot_sequences", "Sequences given to a worker", labels=["slot"])
         tokens = GaugeMetricFamily(
             "moeray_slot_outstanding_tokens", "Tokens that a worker still has to do, at most", labels=["slot"]
@@ -124,10 +143,19 @@ class FrontEndCollector(Collector):
             tokens.add_metric([str(member[0])], load.outstanding_tokens)
         yield sequences
         yield tokens
-        for name in WorkerStats.__struct_fields__:
-            is_gauge = name.startswith("num_")
-            family = GaugeMetricFamily if is_gauge else CounterMetricFamily
-            metric = family(f"moeray_worker_{name}", f"The worker's own {name}", labels=["slot"])
-            for member, values in stats.items():
-                metric.add_metric([str(member[0])], getattr(values, name))
-            yield metric
+        yield from _families(GaugeMetricFamily, GAUGES, counters.gauges())
+        yield from _families(CounterMetricFamily, COUNTERS, counters.totals())
+
+
+def _families(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    names: Iterable[str],
+    by_slot: Iterable[tuple[int, Mapping[str, float]]],
+) -> Iterable[Metric]:
+    """One metric per name with one value per slot."""
+    rows = list(by_slot)
+    for name in names:
+        metric = family(f"moeray_worker_{name}", f"The worker's own {name}", labels=["slot"])
+        for slot, values in rows:
+            metric.add_metric([str(slot)], values[name])
+        yield metric

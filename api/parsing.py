@@ -38,6 +38,8 @@ def _refusal(problems: list[ErrorDetails]) -> ApiError:
     if kind == "size" and not problem["loc"]:
         return invalid(f"the body {problem['msg']}")
     param = str(context.get("field") or _path(problem["loc"]))
+    if kind == "one_of":
+        return invalid(problem["msg"], param=param)
     explain = _EXPLANATIONS.get(kind)
     if explain is not None:
         return invalid(f"{param} {explain(problem)}", param=param, code=_CODES.get(kind, "invalid_value"))

@@ -8,10 +8,11 @@ MemberKey = tuple[int, int]
 
 @dataclass(slots=True)
 class MemberLoad:
-    """What a worker still has to do for this front end."""
+    """What a worker still has to do for this front end. One that is leaving gets no more."""
 
     num_sequences: int = 0
     outstanding_tokens: int = 0
+    is_leaving: bool = False
 
 
 class Router:
@@ -23,7 +24,7 @@ class Router:
 
     @property
     def members(self) -> tuple[MemberKey, ...]:
-        """Serving members by slot."""
+        """Serving members by slot, those included that are leaving."""
         return tuple(sorted(self._loads))
 
     def add(self, member: MemberKey) -> None:
@@ -34,19 +35,30 @@ class Router:
         """`member` gets nothing more and its load is forgotten."""
         self._loads.pop(member, None)
 
+    def set_leaving(self, member: MemberKey, leaving: bool) -> None:
+        """Whether `member` only ends what it has; a leaver that stays after all is as before."""
+        if (load := self._loads.get(member)) is not None:
+            load.is_leaving = leaving
+
+    def at_slot(self, slot: int | None) -> MemberKey | None:
+        """The member in this slot that takes sequences, full or not; None if there is none."""
+        members = (member for member, load in self._loads.items() if member[0] == slot and not load.is_leaving)
+        return next(members, None)
+
     def load(self, member: MemberKey) -> MemberLoad:
         return self._loads.get(member) or MemberLoad()
 
     def num_free(self) -> int:
         """How many more sequences the members take at once."""
-        return sum(max(0, self._max_inflight - load.num_sequences) for load in self._loads.values())
+        staying = (load for load in self._loads.values() if not load.is_leaving)
+        return sum(max(0, self._max_inflight - load.num_sequences) for load in staying)
 
     def choose(self) -> MemberKey | None:
         """The member with the fewest outstanding tokens that has room, ties by slot; None if all are full."""
         free = [
             (load.outstanding_tokens, member)
             for member, load in self._loads.items()
-            if load.num_sequences < self._max_inflight
+            if load.num_sequences < self._max_inflight and not load.is_leaving
         ]
         return min(free)[1] if free else None
 

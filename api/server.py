@@ -14,6 +14,7 @@ from moeray.api.generation import Generation
 from moeray.api.links import LinkFactory, SocketLinks
 from moeray.api.metrics import FrontEndCollector, Metrics
 from moeray.api.middleware import BodyLimit, KeyGuard, RefusalCounter, RequestId
+from moeray.api.operations import Operations
 from moeray.api.settings import ServerSettings
 from moeray.api.status import Status
 from moeray.api.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ def create_app(settings: ServerSettings, control: ControlClient, *, link_factory
     front_end = FrontEnd(settings, control, link_factory or SocketLinks(), metrics)
     metrics.registry.register(FrontEndCollector(front_end))
     generation = Generation(settings=settings, tokenizer=tokenizer, front_end=front_end, metrics=metrics)
+    operations = Operations(settings=settings, control=control, front_end=front_end)
     status = Status(settings=settings, tokenizer=tokenizer, front_end=front_end, generation=generation, metrics=metrics)
 
     @asynccontextmanager
@@ -56,4 +58,5 @@ def create_app(settings: ServerSettings, control: ControlClient, *, link_factory
     install_error_handlers(app)
     app.include_router(generation.routes())
     app.include_router(status.routes())
+    app.include_router(operations.routes())
     return app

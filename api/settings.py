@@ -10,13 +10,16 @@ class ServerSettings:
     `model_path` is a local directory with `tokenizer.json`. `max_inflight_per_worker` is how many sequences a
     worker gets at a time (its `max_num_seqs`); more wait here, shared by all workers, `max_queue` at most,
     and then clients get 429. `request_timeout_s` None lets a request take as long as it needs. Without
-    `api_key` generation is open; without `admin_key` so is control.
+    `api_key` generation is open; without `admin_key` so is control. `min_workers` and `max_workers` are the
+    deployment's, told to callers who ask for something that is no number; the controller holds them.
     """
 
     model_path: str
     served_name: str
     api_key: str | None = None
     admin_key: str | None = None
+    min_workers: int = 1
+    max_workers: int = 4
     max_queue: int = 1024
     max_inflight_per_worker: int = 128
     max_choices: int = 1024
@@ -33,6 +36,8 @@ class ServerSettings:
             if key is not None and (not key or not key.isascii() or not key.isprintable()):
                 raise ValueError(f"{name} is given, must be printable ASCII and not empty")
         for name, number, low in (
+            ("min_workers", self.min_workers, 1),
+            ("max_workers", self.max_workers, self.min_workers),
             ("max_queue", self.max_queue, 1),
             ("max_inflight_per_worker", self.max_inflight_per_worker, 1),
             ("max_choices", self.max_choices, 1),

@@ -27,6 +27,7 @@ app.add_typer(cluster_app, name="cluster")
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(envvar="MOERAY_URL", help="A running server.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="MOERAY_API_KEY", help="Key that guards generation.")]
+AdminKey = Annotated[str | None, typer.Option(envvar="MOERAY_ADMIN_KEY", help="Key that guards control.")]
 
 
 def _fail(message: object) -> NoReturn:
@@ -44,6 +45,7 @@ def _plain(message: object) -> str:
 def serve(
     model: Annotated[str, typer.Argument(help="demo, a directory, or a hub name (owner/name).")] = "demo",
     workers: Annotated[int, typer.Option(help="Workers to start with.")] = 1,
+    spares: Annotated[int, typer.Option(help="Further workers that wait, loaded, and join in under a second.")] = 0,
     max_workers: Annotated[int | None, typer.Option(help="Most workers ever. [max(2 x workers, 4)]")] = None,
     min_workers: Annotated[
         int | None,
@@ -52,7 +54,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any.")] = 8000,
     api_key: ApiKey = None,
-    admin_key: Annotated[str | None, typer.Option(envvar="MOERAY_ADMIN_KEY", help="Key that guards control.")] = None,
+    admin_key: AdminKey = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients use.")] = None,
     deployment: Annotated[str, typer.Option(help="Tells deployments in one Ray cluster apart.")] = "default",
     ray_address: Annotated[
@@ -87,6 +89,7 @@ def serve(
         config = ServeConfig(
             model=model,
             workers=workers,
+            spares=spares,
             max_workers=max_workers,
             min_workers=min_workers,
             host=host,
@@ -150,14 +153,46 @@ def generate(
 
 
 @app.command()
-def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = None, admin_key: AdminKey = None) -> None:
     """Show what a running server serves, and who its workers are."""
     from moeray.deploy import client
 
     try:
-        Console().print(client.status_table(client.status(url, api_key=api_key)))
+        Console().print(client.status_table(client.status(url, api_key=api_key, admin_key=admin_key)))
     except MoerayError as error:
         _fail(error)
+
+
+@app.command()
+def scale(
+    workers: Annotated[int | None, typer.Argument(metavar="[N]", help="How many workers shall serve.")] = None,
+    retire: Annotated[list[int] | None, typer.Option(help="A slot that leaves; may be repeated.")] = None,
+    deadline_s: Annotated[float | None, typer.Option(help="Roll back if it has not switched by then.")] = None,
+    follow: Annotated[bool, typer.Option(help="Show the phases, and wait for the end.")] = True,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Let a running server have more workers, or fewer, while it serves."""
+    from moeray.deploy import scale_command
+
+    console = Console()
+    try:
+        operation = scale_command.start(
+            url, workers=workers, retire=retire or (), deadline_s=deadline_s, admin_key=admin_key
+        )
+        if not follow:
+            console.print(f"operation {operation['operation_id']}: {url}/operations/{operation['operation_id']}")
+            return
+        with scale_command.ScaleProgress(console) as progress:
+            operation = scale_command.follow(url, operation, progress.show, admin_key=admin_key)
+    except MoerayError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        console.print("The operation goes on without us.")
+        raise typer.Exit(130) from None
+    console.print(scale_command.summary(operation), soft_wrap=True)
+    if operation["outcome"] != "done":
+        _fail(f"{operation['outcome']}: {operation['reason']}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What `moeray generate` and `moeray status` do: an HTTP client of a running server."""
+"""What `moeray generate` and `moeray status` do, and how the command line talks to a running server."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,9 +18,14 @@ class ServerError(MoerayError):
     """The server cannot be reached, or refused; the message is its own."""
 
 
+def _bearer(key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 @contextmanager
-def _http(url: str, api_key: str | None) -> Iterator[httpx.Client]:
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+def http_client(url: str, key: str | None) -> Iterator[httpx.Client]:
+    """A connection that sends this key; all of its failures are `ServerError`."""
+    headers = _bearer(key)
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
@@ -33,7 +38,7 @@ def _http(url: str, api_key: str | None) -> Iterator[httpx.Client]:
         raise ServerError(f"{url}: {error}") from error
 
 
-def _message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """OpenAI's error body in one line."""
     try:
         return str(json.loads(body)["error"]["message"])
@@ -44,9 +49,9 @@ def _message(body: bytes) -> str:
 def stream(url: str, prompt: str, fields: Mapping[str, Any], *, api_key: str | None) -> Iterator[str]:
     """The text that follows the prompt, piece by piece as the server sends it. Raises `ServerError`."""
     body = {"prompt": prompt, "stream": True, **fields}
-    with _http(url, api_key) as client, client.stream("POST", "/generate", json=body) as answer:
+    with http_client(url, api_key) as client, client.stream("POST", "/generate", json=body) as answer:
         if answer.status_code != 200:
-            raise ServerError(_message(answer.read()))
+            raise ServerError(error_message(answer.read()))
         for line in answer.iter_lines():
             if not line.startswith("data:"):
                 continue
@@ -55,20 +60,21 @@ def stream(url: str, prompt: str, fields: Mapping[str, Any], *, api_key: str | N
                 return
             event = json.loads(data)
             if "error" in event:
-                raise ServerError(_message(data.encode()))
+                raise ServerError(error_message(data.encode()))
             yield event["text"]
     raise ServerError("the stream ended early")
 
 
-def status(url: str, *, api_key: str | None) -> Mapping[str, Any]:
+def status(url: str, *, api_key: str | None, admin_key: str | None = None) -> Mapping[str, Any]:
     """Health, version and topology. Raises `ServerError`."""
-    with _http(url, api_key) as client:
-        answers = {name: client.get(f"/{name}") for name in ("health", "version", "topology")}
+    with http_client(url, api_key) as client:
+        answers = {name: client.get(f"/{name}") for name in ("health", "version")}
+        answers["topology"] = client.get("/topology", headers=_bearer(admin_key))
         models = client.get("/v1/models")
     result: dict[str, Any] = {"url": url}
     for name, answer in answers.items():
         if answer.status_code not in (200, 503):
-            raise ServerError(f"{url}/{name}: {_message(answer.content)}")
+            raise ServerError(f"{url}/{name}: {error_message(answer.content)}")
         result[name] = answer.json()
     if models.status_code == 200:
         result["models"] = [model["id"] for model in models.json()["data"]]

@@ -16,15 +16,16 @@ class ServeConfig:
     """The options of `moeray serve`, under the names of the command line.
 
     `max_workers` None is the larger of twice the workers and 4. `min_workers` None is 1 on a CPU and one below the
-    workers on CUDA; each worker reserves room for the experts that it would hold with so few. `ray_address` None
-    starts an embedded Ray. `cpus_per_worker` and `gpus_per_worker` None: nothing of an embedded Ray's CPUs, a
-    hundredth of a CPU in a cluster, one GPU for CUDA.
+    workers on CUDA; each worker reserves room for the experts that it would hold with so few. `spares` workers wait
+    beside the others with their weights loaded. `ray_address` None starts an embedded Ray. `cpus_per_worker` and
+    `gpus_per_worker` None: nothing of an embedded Ray's CPUs, a hundredth of a CPU in a cluster, one GPU for CUDA.
     """
 
     model: str
     workers: int = 1
     max_workers: int | None = None
     min_workers: int | None = None
+    spares: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -56,6 +57,8 @@ class ServeConfig:
             raise ValueError(f"max_workers is {self.max_workers}, must be at least workers ({self.workers})")
         if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
             raise ValueError(f"min_workers is {self.min_workers}, must be from 1 to workers ({self.workers})")
+        if not 0 <= self.spares <= self.most_workers:
+            raise ValueError(f"spares is {self.spares}, must be from 0 to max_workers ({self.most_workers})")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, must be from 0 to 65535")
         if not self.deployment.replace("-", "").replace("_", "").isalnum():
@@ -140,6 +143,8 @@ class ServeConfig:
             num_experts=num_experts,
             num_seats=worker.num_seats,
             max_workers=worker.max_workers,
+            min_workers=self.fewest_workers,
+            num_spares=self.spares,
             deadlines=StartDeadlines(
                 create_s=min(self.start_timeout_s, 180.0),
                 load_s=self.start_timeout_s,
@@ -155,6 +160,8 @@ class ServeConfig:
             served_name=self.served_name,
             api_key=self.api_key,
             admin_key=self.admin_key,
+            min_workers=self.fewest_workers,
+            max_workers=self.most_workers,
             max_queue=self.max_queue,
             max_inflight_per_worker=self.max_num_seqs,
         )

@@ -81,10 +81,11 @@ def check_resources(config: ServeConfig) -> None:
 
     total = ray.cluster_resources()
     for name, each in (("GPU", config.worker_gpus), ("CPU", config.worker_cpus)):
-        needed, there = each * config.workers, total.get(name, 0.0)
+        count = config.workers + config.spares
+        needed, there = each * count, total.get(name, 0.0)
         if needed > there:
             raise StartupError(
-                f"{config.workers} workers of {each:g} {name} each need {needed:g} {name}, the cluster has {there:g}"
+                f"{count} workers of {each:g} {name} each need {needed:g} {name}, the cluster has {there:g}"
             )
 
 

@@ -68,7 +68,7 @@ class StartProgress:
             name = f"worker {member.slot}"
             if member.state == "loading":
                 self.advance(name, 0.99 * member.loaded_fraction, "loading weights")
-            elif member.state in ("joining", "serving"):
+            elif member.state in ("joining", "serving", "spare"):
                 self.done(name, f"{member.num_experts} experts, pid {member.pid}")
             else:
                 self.begin(name, member.state)

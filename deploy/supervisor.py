@@ -23,8 +23,11 @@ from moeray.deploy.interrupts import Interrupted, Interrupts
 from moeray.deploy.launch import check_resources, create_controller, worker_factory
 from moeray.deploy.processes import marks
 from moeray.deploy.progress import FRONT_END, RAY, StartProgress
+from moeray.deploy.reserved import reserved_text
 from moeray.elastic.controller_config import ControllerConfig, namespace
 from moeray.elastic.member import WorkerFactory
+from moeray.elastic.view import ModelView
+from moeray.worker.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     from moeray.deploy.control import RayControl
@@ -44,6 +47,7 @@ class Plan:
     config: ServeConfig
     controller: ControllerConfig
     server: ServerSettings
+    decoder: DecoderConfig
     factory: WorkerFactory
 
 
@@ -57,6 +61,7 @@ def make_plan(config: ServeConfig) -> Plan:
         config=config,
         controller=controller,
         server=config.server_settings(model_path=str(path)),
+        decoder=decoder,
         factory=worker_factory(config, worker),
     )
 
@@ -89,6 +94,7 @@ class Supervisor:
         self._progress = StartProgress(console)
         self._is_serving = False
         self._url = ""
+        self._model: ModelView | None = None
 
     def run(self) -> None:
         """Raises `MoerayError`; returns after an interruption, also one that came while starting."""
@@ -193,6 +199,7 @@ class Supervisor:
             if not self._is_serving:
                 self._progress.on_view(view)
             if view.state == "serving":
+                self._model = self._model or view.model
                 serving.set()
             if view.state in ("failed", "stopping"):
                 raise StartupError(view.cause or "the controller was told to stop by somebody else")
@@ -229,6 +236,9 @@ class Supervisor:
         body = json.dumps({"prompt": EXAMPLE_PROMPT, "max_tokens": 120, "stream": True})
         key = " -H 'authorization: Bearer '$MOERAY_API_KEY" if config.api_key else ""
         self._console.print(f"\n[bold]{config.served_name}[/bold] is served at [bold]{self._url}[/bold]")
+        if self._model is not None:
+            reserved = reserved_text(config, self._plan.decoder, self._model)
+            self._console.print(reserved, style="dim", highlight=False, soft_wrap=True)
         self._console.print("Try it:\n")
         curl = f"curl -N {self._url}/generate{key} -H 'content-type: application/json' -d '{body}'"
         self._console.print(curl, soft_wrap=True, markup=False, highlight=False)

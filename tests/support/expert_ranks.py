@@ -133,9 +133,7 @@ def make_exchange(
     return exchange
 
 
-def run_layer(
-    exchange: ExpertExchange, topology: Topology, slot: int, batch: Batch, layer: int = 0
-) -> torch.Tensor:
+def run_layer(exchange: ExpertExchange, topology: Topology, slot: int, batch: Batch, layer: int = 0) -> torch.Tensor:
     """One MoE layer of this rank, with the toy expert. `begin_step` came before."""
     logical_S = torch.tensor(topology.placement.seats_of(layer, slot), device=batch.hidden_TD.device)
     out_TD = torch.empty_like(batch.hidden_TD)

@@ -3,16 +3,25 @@
 import asyncio
 import os
 import signal
+from typing import Any
 
-from moeray.comm.errors import CheckpointError
+from moeray.comm.errors import CheckpointError, GroupTimeout
+from moeray.comm.messages import MemberStatus, TransferReport
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
 from moeray.worker.config import WorkerConfig, WorkerReady
 
+NUM_LAYERS = 2
+NUM_EXPERTS = 8
+
 
 class FakeWorker:
-    """`config.model_path` is a script: `slot:phase:how`, for example `1:load:die`."""
+    """`config.model_path` is a script: `slot:call:how`, for example `1:load:die`, or `3.0:connect:hang`.
+
+    With an incarnation only that one fails. `how` is die, hang, hang_once (the first call only), error,
+    checkpoint or bug.
+    """
 
     def __init__(self, slot: int, incarnation: int, config: WorkerConfig, client: KeyPair, bind_host: str) -> None:
         self.slot = slot
@@ -22,24 +31,42 @@ class FakeWorker:
         self.client = client
         self.failed = asyncio.Event()
         self.fraction = 0.0
+        self.topology: Topology | None = None
+        self.prepared: Topology | None = None
+        self.committed: int | None = None
+        self.is_serving = False
+        self.hung: set[str] = set()
         self._maybe_fail("create")
 
+    def _is_told(self, phase: str, how: str) -> bool:
+        script = self.config.model_path.split(",")
+        names = (f"{self.slot}", f"{self.slot}.{self.incarnation}")
+        return any(f"{name}:{phase}:{how}" in script for name in names)
+
     def _maybe_fail(self, phase: str) -> None:
-        for step in self.config.model_path.split(","):
-            if step == f"{self.slot}:{phase}:die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if step == f"{self.slot}:{phase}:checkpoint":
-                raise CheckpointError("model.safetensors: tensor lm_head.weight is missing")
-            if step == f"{self.slot}:{phase}:bug":
-                raise KeyError("surprise")
+        if self._is_told(phase, "die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._is_told(phase, "checkpoint"):
+            raise CheckpointError("model.safetensors: tensor lm_head.weight is missing")
+        if self._is_told(phase, "error"):
+            raise GroupTimeout("slot 0 did not answer", slots=(0,))
+        if self._is_told(phase, "bug"):
+            raise KeyError("surprise")
+
+    async def _call(self, phase: str) -> None:
+        self._maybe_fail(phase)
+        once = self._is_told(phase, "hang_once") and phase not in self.hung
+        self.hung.add(phase)
+        if once or self._is_told(phase, "hang"):
+            await asyncio.Event().wait()
 
     async def progress(self) -> float:
         return self.fraction
 
-    async def load(self, placement: ExpertPlacement) -> WorkerReady:
-        self._maybe_fail("load")
-        if f"{self.slot}:load:hang" in self.config.model_path:
-            await asyncio.sleep(3600)
+    async def load(self, placement: ExpertPlacement | None, source: Any = None) -> WorkerReady:
+        assert (placement is None) == (source is not None)
+        assert placement is None or self.slot in placement.slots
+        await self._call("load")
         self.fraction = 1.0
         return WorkerReady(
             slot=self.slot,
@@ -50,8 +77,8 @@ class FakeWorker:
             public_key=self.client.public,
             dtype="fp32",
             combine="exact",
-            num_moe_layers=placement.num_layers,
-            num_experts=placement.num_experts,
+            num_moe_layers=NUM_LAYERS,
+            num_experts=NUM_EXPERTS,
             max_model_len=64,
             vocab_size=100,
             eos_token_ids=(0,),
@@ -63,23 +90,68 @@ class FakeWorker:
         )
 
     async def host_store(self, epoch: int) -> tuple[str, int]:
-        self._maybe_fail("host_store")
+        await self._call("host_store")
         return "127.0.0.1", 1234 + epoch
 
     async def join(self, topology: Topology, store: tuple[str, int]) -> str:
         assert topology.slots[topology.rank_of(self.slot)] == self.slot
-        assert store == ("127.0.0.1", 1234)
-        self._maybe_fail("join")
+        assert store == ("127.0.0.1", 1234 + topology.epoch)
+        await self._call("join")
+        self.prepared = topology
         return "fake"
 
     async def serve(self) -> None:
-        self._maybe_fail("serve")
-        if f"{self.slot}:engine:fail" in self.config.model_path:
+        await self._call("serve")
+        self.topology, self.prepared, self.is_serving = self.prepared, None, True
+        if self._is_told("engine", "fail"):
             self.failed.set()
+
+    async def connect(self, topology: Topology, store: tuple[str, int]) -> str:
+        assert store == ("127.0.0.1", 1234 + topology.epoch)
+        await self._call("connect")
+        self.prepared = topology
+        return topology.digest()
+
+    async def transfer(self, topology: Topology) -> TransferReport:
+        await self._call("transfer")
+        num_experts = topology.placement.num_experts_of(self.slot)
+        return TransferReport(num_experts=num_experts, num_bytes=100 * num_experts, seconds=0.0)
+
+    async def hand_over(self, targets: tuple[int, ...]) -> int:
+        await self._call("hand_over")
+        assert self.slot not in targets
+        return 3
+
+    async def commit(self, epoch: int) -> int:
+        """Switches at once: these workers have no step loop that would wait for the others."""
+        await self._call("commit")
+        self.committed = epoch
+        if self.prepared is None:
+            self.is_serving = False
+        else:
+            assert self.prepared.epoch == epoch
+            self.topology, self.prepared, self.is_serving = self.prepared, None, True
+        return epoch
+
+    async def discard(self, epoch: int) -> None:
+        await self._call("discard")
+        assert self.committed != epoch
+        self.prepared = None
+
+    async def status(self) -> MemberStatus:
+        return MemberStatus(
+            slot=self.slot,
+            incarnation=self.incarnation,
+            epoch=self.topology.epoch if self.topology is not None else -1,
+            prepared_epoch=self.prepared.epoch if self.prepared is not None else None,
+            committed_epoch=self.committed,
+            topology=self.topology,
+            is_serving=self.is_serving,
+        )
 
     async def wait_failure(self) -> str | None:
         await self.failed.wait()
         return "GroupError: a rank left"
 
     async def stop(self) -> None:
-        return None
+        await self._call("stop")

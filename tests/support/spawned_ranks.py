@@ -44,8 +44,7 @@ def check_one_rank(
     topology = make_topology(range(size), 8)
     tokens = [5 * (index + 1) for index in range(size)]
     batches = [
-        make_batch(n, hidden=64, top_k=4, num_experts=8, seed=n, skewed=False, dtype=torch.float32)
-        for n in tokens
+        make_batch(n, hidden=64, top_k=4, num_experts=8, seed=n, skewed=False, dtype=torch.float32) for n in tokens
     ]
     expected_TD = expected_outputs(batches)[rank]
     spec = MoELayerSpec(layer=0, hidden_size=64, top_k=4, num_experts=8, dtype=torch.float32)

@@ -145,6 +145,59 @@ def test_submit_goes_on_after_what_was_sent() -> None:
     )
 
 
+def test_requeued_sequences_wait_in_order_of_arrival_before_newer_ones_whatever_the_bound() -> None:
+    ledger = Ledger(1)
+    older, newer = make_request(3), make_request(1)
+    ledger.open(older, 3)
+    placed = [place(ledger) for _ in range(3)]
+    ledger.open(newer, 0)
+    ledger.requeue([placed[2], placed[0]])
+    assert list(ledger.queue) == [placed[0], placed[2], *newer.sequences]
+    assert [sequence.attempt for sequence in (*placed, *newer.sequences)] == [1, 0, 1, 0]
+    assert placed[0].member is None
+    assert ledger.accept(token(placed[0], 0), MEMBER) is None
+    ledger.close(placed[2])
+    assert list(ledger.queue) == [placed[0], *newer.sequences]
+
+
+def test_what_was_told_before_stays_after_a_requeue() -> None:
+    ledger = Ledger(1)
+    request = make_request(stops=("bcd",), max_tokens=5)
+    ledger.open(request, 1)
+    sequence = place(ledger)
+    for position, token_id in enumerate([0, 1, 2]):
+        ledger.accept(token(sequence, position, token_id, num_cached_tokens=2, logprob=-0.5), MEMBER)
+    ledger.requeue([sequence])
+    assert place(ledger).submit(9).output_ids == [0, 1, 2]
+    assert ledger.accept(token(sequence, 2, 2), MEMBER) is None
+    again = {"attempt": 1, "num_cached_tokens": 5, "logprob": -0.5}
+    assert ledger.accept(token(sequence, 3, 3, **again), MEMBER) is sequence
+    delta = sequence.take_delta()
+    assert delta is not None
+    assert (delta.text, delta.finish_reason) == ("a", "stop")
+    assert [entry.text_offset for entry in delta.logprobs] == [0, 1, 2, 3]
+    usage = request.usage()
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 2)
+
+
+def test_a_leaving_member_gets_nothing_and_keeps_what_it_has() -> None:
+    router = Router(2)
+    router.add((0, 0))
+    router.add((1, 0))
+    router.take((0, 0), 1)
+    router.set_leaving((0, 0), True)
+    router.take((1, 0), 100)
+    assert (router.choose(), router.num_free(), router.at_slot(0)) == ((1, 0), 1, None)
+    assert router.members == ((0, 0), (1, 0))
+    assert router.load((0, 0)).num_sequences == 1
+    router.set_leaving((0, 0), False)
+    assert (router.choose(), router.num_free(), router.at_slot(0)) == ((0, 0), 2, (0, 0))
+    router.take((1, 0), 1)
+    assert router.at_slot(1) == (1, 0)
+    assert (router.at_slot(7), router.at_slot(None)) == (None, None)
+    router.set_leaving((7, 0), True)
+
+
 def test_64_alike_on_4_idle_workers_land_16_each() -> None:
     router = Router(128)
     for slot in (3, 1, 0, 2):

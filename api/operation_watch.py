@@ -1,0 +1,50 @@
+"""Hears of every operation, whoever asked for it, so that metrics count each one. Idle, it asks nothing."""
+
+import asyncio
+import logging
+
+from moeray.api.control import ControlClient
+from moeray.api.operation_metrics import OperationMetrics
+from moeray.comm.errors import MoerayError
+from moeray.elastic.view import OperationView
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+
+
+class OperationWatch:
+    """`nudge` it when something may have begun: the view changed."""
+
+    def __init__(self, control: ControlClient, metrics: OperationMetrics, *, poll_s: float) -> None:
+        self._control = control
+        self._metrics = metrics
+        self._poll_s = poll_s
+        self._changed = asyncio.Event()
+
+    def nudge(self) -> None:
+        """Look at the operations soon."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until cancelled. Each call to the controller ends within its own deadline."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._catch_up()
+            except (MoerayError, ValueError) as error:
+                logger.warning("the controller did not tell of its operations, asking again: %s", error)
+                await asyncio.sleep(RETRY_S)
+                self._changed.set()
+
+    async def _catch_up(self) -> None:
+        """Returns when no operation runs."""
+        while (running := await self._running()) is not None:
+            view = await self._control.wait_operation(running.operation_id, self._poll_s)
+            self._metrics.on_operation(view)
+
+    async def _running(self) -> OperationView | None:
+        views = await self._control.operations()
+        self._metrics.on_operations(views)
+        return next((view for view in views if view.outcome is None), None)

@@ -1,0 +1,163 @@
+"""A controller by hand, for tests of the front end: the test says which view and which operation there is."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from moeray.comm.errors import ControlTimeout, OperationRefused
+from moeray.comm.sockets import KeyPair
+from moeray.elastic.scaling import ScaleLimits, check_types, plan_scale
+from moeray.elastic.view import (
+    Attachment,
+    ClusterView,
+    MemberView,
+    ModelView,
+    OperationView,
+    PhaseView,
+    ScaleRequest,
+)
+from tests.support.api_worker import FakeWorker
+
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 256
+
+
+def make_view(
+    workers: Sequence[FakeWorker],
+    state: str = "serving",
+    *,
+    states: Mapping[int, str] | None = None,
+    version: int = 1,
+    epoch: int = 1,
+) -> ClusterView:
+    """A view of these workers; `states` are those of members that do not just serve."""
+    states = states or {}
+    in_group = [worker for worker in workers if states.get(worker.slot, "serving") in ("serving", "leaving")]
+    members = tuple(
+        MemberView(
+            slot=worker.slot,
+            incarnation=worker.incarnation,
+            rank=in_group.index(worker) if worker in in_group else None,
+            pid=1000 + worker.slot,
+            node="127.0.0.1",
+            state=states.get(worker.slot, "serving"),
+            num_experts=4,
+            endpoint=worker.inbox.endpoint,
+            public_key=worker.inbox.public_key,
+        )
+        for worker in workers
+    )
+    model = ModelView(
+        dtype="fp32",
+        combine="exact",
+        dispatcher="all_to_all",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(0,),
+        num_moe_layers=1,
+        num_experts=8,
+        num_seats=8,
+        kv_blocks_per_worker=100,
+        weights_bytes_per_worker=1,
+        buffer_bytes_per_worker=1,
+    )
+    placement = (tuple(tuple(range(2)) for _ in in_group),)
+    return ClusterView(
+        version=version, state=state, cause=None, epoch=epoch, members=members, placement=placement, model=model
+    )
+
+
+class FakeControl:
+    """The controller's side: `publish` makes a new view, `go_on` moves the operation that runs."""
+
+    limits = ScaleLimits(min_workers=1, max_workers=4)
+
+    def __init__(self, view: ClusterView, keys: KeyPair) -> None:
+        self.current = view
+        self.is_silent = False
+        self.keys = keys
+        self.requests: list[ScaleRequest] = []
+        self.history: dict[str, OperationView] = {}
+        self.num_questions = 0
+
+    async def attach(self) -> Attachment:
+        return Attachment(lease=7, public_key=self.keys.public, secret_key=self.keys.secret)
+
+    def _check_answers(self) -> None:
+        if self.is_silent:
+            raise ControlTimeout("the controller does not answer")
+
+    async def view(self, after_version: int, timeout_s: float) -> ClusterView:
+        self._check_answers()
+        deadline = time.monotonic() + timeout_s
+        while self.current.version <= after_version and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+            self._check_answers()
+        return self.current
+
+    def publish(self, view: ClusterView) -> None:
+        self.current = view
+
+    async def scale(self, request: ScaleRequest) -> OperationView:
+        self._check_answers()
+        check_types(request)
+        if request.operation_id in self.history:
+            return self.history[request.operation_id]
+        if (running := self.running) is not None:
+            raise OperationRefused(f"operation {running.operation_id} runs", operation_id=running.operation_id)
+        serving = tuple(member.slot for member in self.current.members)
+        plan = plan_scale(request, serving, self.limits)
+        self.requests.append(request)
+        joiners = tuple(slot for slot in range(8) if slot not in serving)[: plan.num_joiners]
+        view = OperationView(
+            operation_id=request.operation_id or f"operation-{len(self.history)}",
+            kind="scale",
+            requested={} if request.workers is None else {"workers": request.workers},
+            phase="planned",
+            outcome="done" if plan.changes_nothing else None,
+            reason=None,
+            from_epoch=1,
+            to_epoch=1 if plan.changes_nothing else 2,
+            phases=(PhaseView(name="planned", started_at=time.time(), seconds=None),),
+            deadline_s=60.0 if request.deadline_s is None else request.deadline_s,
+            targets=tuple(sorted((*plan.stayers, *joiners))),
+            joiners=joiners,
+            leavers=plan.leavers,
+            moved_experts=4,
+        )
+        self.history[view.operation_id] = view
+        return view
+
+    @property
+    def running(self) -> OperationView | None:
+        return next((view for view in self.history.values() if view.outcome is None), None)
+
+    def go_on(self, *phases: str, outcome: str | None = None, reason: str | None = None, seconds: float = 0.5) -> None:
+        """The operation that runs reaches these phases, the one before each took `seconds`, and may be over."""
+        view = self.running
+        assert view is not None
+        for phase in phases:
+            last = msgspec.structs.replace(view.phases[-1], seconds=seconds)
+            new = PhaseView(name=phase, started_at=last.started_at + seconds, seconds=None)
+            view = msgspec.structs.replace(view, phase=phase, phases=(*view.phases[:-1], last, new))
+        if outcome is not None:
+            view = msgspec.structs.replace(view, outcome=outcome, reason=reason, moved_bytes=1000, kv_blocks=3)
+        self.history[view.operation_id] = view
+
+    async def operations(self) -> tuple[OperationView, ...]:
+        self._check_answers()
+        self.num_questions += 1
+        return tuple(self.history.values())
+
+    async def operation(self, operation_id: str) -> OperationView | None:
+        self._check_answers()
+        return self.history.get(operation_id)
+
+    async def wait_operation(self, operation_id: str, timeout_s: float) -> OperationView:
+        deadline = time.monotonic() + timeout_s
+        while self.history[operation_id].outcome is None and time.monotonic() < deadline:
+            self._check_answers()
+            await asyncio.sleep(0.005)
+        return self.history[operation_id]
