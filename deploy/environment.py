@@ -14,6 +14,8 @@ RAY_QUIET = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "2",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Workers must not lose against whatever else runs; what may be slow in them lowers itself.
+    "RAY_worker_niceness": "0",
     # Statistics of its event loops cost an idle actor a quarter of a percent of a core.
     "RAY_event_stats": "false",
 }
@@ -42,6 +44,8 @@ def worker_variables(*, threads: int, embedded: bool, environ: Mapping[str, str]
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
+        # A group's store looks its peers' names up; a lost answer must not hold an operation up for 5 seconds.
+        "RES_OPTIONS": "timeout:1 attempts:1",
         "HOME": str(Path.home()),
     }
     if embedded:

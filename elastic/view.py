@@ -2,11 +2,16 @@
 
 import msgspec
 
-MEMBER_STATES = ("starting", "loading", "joining", "serving", "dead")
+# "leaving" serves the sequences it has and gets no new ones; "spare" has its weights and no rank.
+MEMBER_STATES = ("starting", "loading", "joining", "serving", "leaving", "spare", "dead")
+
+# In the order of a good end; "rolled_back" takes the place of what did not come.
+PHASES = ("planned", "provisioning", "connecting", "transferring", "ready", "switched", "retired", "rolled_back")
+OUTCOMES = ("done", "rolled_back", "failed")
 
 
 class MemberView(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as the controller knows it. `rank` is None until it is in an epoch's group."""
+    """One worker as the controller knows it. `rank` is None unless it is in the current epoch's group."""
 
     slot: int
     incarnation: int
@@ -51,6 +56,59 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[MemberView, ...]
     placement: tuple[tuple[tuple[int, ...], ...], ...]
     model: ModelView | None
+
+
+class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A wish for another size: how many workers, or which slots leave, or both.
+
+    With both, the named slots are among those that leave, and others join if they are too many. A repeated
+    `operation_id` gets the first operation's result; None lets the controller make one up. `deadline_s` counts until
+    the switch.
+    """
+
+    workers: int | None = None
+    retire: tuple[int, ...] = ()
+    operation_id: str | None = None
+    deadline_s: float | None = None
+
+
+class PhaseView(msgspec.Struct, frozen=True, kw_only=True):
+    """A phase that an operation reached. `started_at` is in Unix seconds; `seconds` is None while it lasts."""
+
+    name: str
+    started_at: float
+    seconds: float | None
+
+
+class OperationView(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of membership, running or over. `outcome` is None while it runs, then one of `OUTCOMES`.
+
+    `phase` is the last one reached. `to_epoch` is `from_epoch` if there was nothing to do, else a number that no other
+    operation has, also after a rollback. `targets` are the slots of the next epoch, `joiners` those that it adds,
+    `leavers` those that it ends. `moved_experts` (seats to fill) is known with the plan, `moved_bytes` and `kv_blocks`
+    (copied for running sequences of leavers) once they moved.
+    """
+
+    operation_id: str
+    kind: str
+    requested: dict[str, int | tuple[int, ...]]
+    phase: str
+    outcome: str | None
+    reason: str | None
+    from_epoch: int
+    to_epoch: int
+    phases: tuple[PhaseView, ...]
+    deadline_s: float
+    targets: tuple[int, ...]
+    joiners: tuple[int, ...]
+    leavers: tuple[int, ...]
+    moved_experts: int = 0
+    moved_bytes: int = 0
+    kv_blocks: int = 0
+
+    def started_at(self, phase: str) -> float | None:
+        """When the phase was reached, in Unix seconds; None if it never was."""
+        return next((view.started_at for view in self.phases if view.name == phase), None)
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,12 +6,16 @@ Tokens never pass through it; they go over the worker's own sockets.
 import asyncio
 import logging
 import os
-from typing import TYPE_CHECKING, Any, cast
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError
 
-from moeray.comm.errors import CheckpointError
+from moeray.comm.errors import CheckpointError, StartupError
 from moeray.comm.messages import MemberStatus, TransferReport
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
@@ -20,15 +24,18 @@ from moeray.worker.config import WorkerConfig, WorkerReady
 
 if TYPE_CHECKING:
     from moeray.worker.peer_checkpoint import TensorInfo
+    from moeray.worker.worker import Worker
 
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
 WAIT_SLICE_S = 60.0
 SOURCE_TIMEOUT_S = 30.0
 # Time for the answer to a last call to leave before the process ends.
 EXIT_DELAY_S = 0.2
+LOWEST_PRIORITY = 19
 
 
 class RayCheckpointSource:
@@ -52,23 +59,61 @@ class RayCheckpointSource:
         return cast(bytes, self._get(self._actor.checkpoint_rows.remote(name, first, count)))
 
 
+async def in_the_background(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function in a thread of its own that takes only the time that nobody else wants.
+
+    The thread cannot get its priority back, so it is not one of the pool's, and no thread that serves is made in it.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        if sys.platform == "linux":  # elsewhere the call would be about the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        try:
+            done.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - reported to whoever waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
 @ray.remote(max_restarts=0, max_task_retries=0, num_cpus=0)
 class WorkerActor:
     """One worker's process. Methods are asynchronous so that it answers while it loads and serves."""
 
     def __init__(self, slot: int, incarnation: int, config: WorkerConfig, client: KeyPair, bind_host: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        self._serving = asyncio.Event()
+        self._settings: dict[str, Any] = {
+            "slot": slot,
+            "incarnation": incarnation,
+            "config": config,
+            "client": client,
+            "bind_host": bind_host or ray.util.get_node_ip_address(),
+        }
+        self._worker: Worker | None = None
+
+    @property
+    def worker(self) -> "Worker":
+        if self._worker is None:
+            raise StartupError(f"slot {self._settings['slot']} has not loaded its weights")
+        return self._worker
+
+    async def load(self, placement: ExpertPlacement | None, source: Any = None) -> WorkerReady:
+        """See `Worker.load`; `source` is the actor of a worker that has the checkpoint.
+
+        Runs at the lowest priority, imports included: others on this host serve meanwhile.
+        """
+        peer = RayCheckpointSource(source) if source is not None else None
+        return await in_the_background(self._load, placement, peer)
+
+    def _load(self, placement: ExpertPlacement | None, source: "RayCheckpointSource | None") -> WorkerReady:
         # Only here, because the controller imports this module too, to create the actor, and needs no torch.
         from moeray.worker.worker import Worker
 
-        host = bind_host or ray.util.get_node_ip_address()
-        self._serving = asyncio.Event()
-        self.worker: Worker = Worker(slot=slot, incarnation=incarnation, config=config, client=client, bind_host=host)
-
-    async def load(self, placement: ExpertPlacement | None, source: Any = None) -> WorkerReady:
-        """See `Worker.load`; `source` is the actor of a worker that has the checkpoint."""
-        peer = RayCheckpointSource(source) if source is not None else None
-        return await asyncio.to_thread(self.worker.load, placement, peer)
+        self._worker = Worker(**self._settings)
+        return self._worker.load(placement, source)
 
     async def checkpoint_manifest(self) -> "tuple[dict[str, bytes], dict[str, TensorInfo]]":
         """See `LocalSource.manifest`."""
@@ -80,7 +125,7 @@ class WorkerActor:
 
     async def progress(self) -> float:
         """How much of the weights is loaded, 0 to 1."""
-        return self.worker.loaded_fraction
+        return self._worker.loaded_fraction if self._worker is not None else 0.0
 
     async def host_store(self, epoch: int) -> tuple[str, int]:
         """See `Worker.host_store`."""
@@ -128,7 +173,7 @@ class WorkerActor:
 
     async def num_requests(self) -> int:
         """Sequences that run or wait here."""
-        return self.worker.engine.num_requests if self.worker.engine else 0
+        return self._worker.engine.num_requests if self._worker is not None and self._worker.engine else 0
 
     async def wait_failure(self) -> str | None:
         """Returns once the engine has ended: what it failed with, None if it was told to stop or orphaned.

@@ -121,9 +121,7 @@ class Block(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(c.head_dim))
         self.last_counts_E = torch.zeros(c.num_experts)
 
-    def forward(
-        self, hidden_TD: Tensor, rope: tuple[Tensor, Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_TD: Tensor, rope: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         hidden_TD = hidden_TD + self._attention(self._norm(hidden_TD, self.input_norm), rope, dtype)
         mixed_TD, balance = self._experts(self._norm(hidden_TD, self.post_norm), dtype)
         return hidden_TD + mixed_TD, balance

@@ -1,110 +1,18 @@
 """The controller's actor on a real Ray, with workers that have no model: starts, failures, readers, ends."""
 
-import dataclasses
-import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import psutil
 import pytest
 
 from moeray.comm.errors import StartupError
-from moeray.deploy.environment import worker_variables
-from moeray.deploy.launch import RayWorkerFactory, create_controller
-from moeray.deploy.local import LocalRay
-from moeray.elastic.controller_config import ControllerConfig
 from moeray.elastic.startup import StartDeadlines
-from moeray.elastic.view import ClusterView
-from moeray.worker.config import WorkerConfig
-from tests.support import fake_worker
+from tests.support.ray_deployments import DEADLINE_S, Started, is_gone
 from tests.support.serving import poll
 
 pytestmark = pytest.mark.cluster
-
-DEADLINE_S = 30.0
-numbers = itertools.count()
-
-
-def fake_class() -> Any:
-    import ray
-
-    return ray.remote(fake_worker.FakeWorker)
-
-
-@dataclasses.dataclass
-class Started:
-    """A controller's handle, with calls that end."""
-
-    actor: Any
-    view: ClusterView | None = None
-
-    def call(self, name: str, *args: Any) -> Any:
-        import ray
-
-        return ray.get(getattr(self.actor, name).remote(*args), timeout=DEADLINE_S)
-
-    def until(self, *states: str) -> ClusterView:
-        """Follow the view until it is in one of the states."""
-        deadline = time.monotonic() + DEADLINE_S
-        while self.view is None or self.view.state not in states:
-            assert time.monotonic() < deadline, self.view
-            self.view = self.call("view", -1 if self.view is None else self.view.version, 1.0)
-        return self.view
-
-
-@pytest.fixture
-def start(ray_cluster: LocalRay) -> Iterator[Callable[..., Started]]:
-    import ray
-    from ray import cloudpickle
-
-    assert ray_cluster.address
-    cloudpickle.register_pickle_by_value(fake_worker)
-    started: list[Started] = []
-
-    def begin(script: str = "", *, num_workers: int = 2, num_cpus: float = 0.0, **changes: Any) -> Started:
-        worker = WorkerConfig(model_path=script, num_seats=8, max_workers=4)
-        values: dict[str, Any] = {
-            "deployment": f"t{next(numbers)}",
-            "num_workers": num_workers,
-            "num_layers": 2,
-            "num_experts": 8,
-            "num_seats": worker.num_seats,
-            "max_workers": worker.max_workers,
-            "deadlines": StartDeadlines(create_s=20.0, load_s=10.0, join_s=5.0),
-        }
-        factory = RayWorkerFactory(
-            config=worker,
-            num_cpus=num_cpus,
-            num_gpus=0,
-            bind_host="127.0.0.1",
-            variables=worker_variables(threads=1, embedded=True, environ={}),
-            resolve=fake_class,
-        )
-        found = Started(create_controller(ControllerConfig(**(values | changes)), factory))
-        started.append(found)
-        found.call("start")
-        return found
-
-    yield begin
-    for each in started:
-        try:
-            each.call("stop", False)
-        except ray.exceptions.RayActorError:
-            continue
-        finally:
-            ray.kill(each.actor, no_restart=True)
-
-
-def is_gone(pid: int, within_s: float = 10.0) -> bool:
-    try:
-        psutil.Process(pid).wait(within_s)
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.TimeoutExpired:
-        return False
-    return True
 
 
 def test_workers_come_up_and_leave(start: Callable[..., Started]) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from moeray.comm.errors import StartupError
+from moeray.comm.topology import Topology
 from moeray.elastic.membership import Membership
+from moeray.elastic.planner import plan_placement
 from moeray.worker.config import WorkerReady
 
 
@@ -129,3 +131,59 @@ def test_limits_are_named() -> None:
         start().formed()
     with pytest.raises(ValueError, match="must be formed before"):
         loaded().serving("x")
+
+
+def serving(num_workers: int = 2) -> Membership:
+    return loaded(num_workers).formed().serving("x")
+
+
+def following(membership: Membership, slots: tuple[int, ...]) -> Topology:
+    assert membership.topology is not None
+    return Topology(
+        epoch=membership.topology.epoch + 1,
+        members=tuple(membership.joining_as(slot) for slot in slots),
+        placement=plan_placement(membership.placement, slots),
+    )
+
+
+def test_a_joiner_has_no_rank_until_the_switch_and_then_all_changes_at_once() -> None:
+    membership = serving().added(2, 5)
+    before = membership.view()
+    assert [(m.slot, m.rank, m.state, m.num_experts) for m in before.members][2] == (2, None, "starting", 0)
+    membership = membership.loading(2).loaded(ready(2, incarnation=5))
+    assert membership.view().placement == before.placement
+    topology = following(membership, (0, 2))
+    view = membership.marked((1,), "leaving").switched(topology).view()
+    assert view.epoch == 1
+    assert view.placement == topology.placement.assignments
+    assert [(m.slot, m.rank, m.state, m.num_experts) for m in view.members] == [
+        (0, 0, "serving", 8),
+        (1, None, "leaving", 0),
+        (2, 1, "serving", 8),
+    ]
+
+
+def test_only_who_is_out_of_the_group_can_be_removed() -> None:
+    membership = serving()
+    with pytest.raises(ValueError, match="slot 1 is a member of epoch 0"):
+        membership.removed(1)
+    switched = membership.switched(following(membership, (0,)))
+    assert switched.removed(1).slots == (0,)
+    assert membership.removed(7) is membership
+
+
+def test_a_slot_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="slot 1 is taken"):
+        serving().added(1, 1)
+
+
+def test_a_joiner_must_agree_with_those_that_serve() -> None:
+    membership = serving().added(2, 0)
+    with pytest.raises(StartupError, match="worker 2: dtype is 'bf16', worker 0 has 'fp32'"):
+        membership.loaded(ready(2, dtype="bf16"))
+
+
+def test_marking_what_is_so_already_is_no_news() -> None:
+    membership = serving()
+    assert membership.marked((0, 1), "serving") is membership
+    assert membership.marked((0,), "leaving").slots_in("leaving") == (0,)

@@ -7,81 +7,24 @@ from typing import Any
 import pytest
 
 from moeray.comm.errors import CheckpointError, ControlTimeout, StartupError, WorkerDied
-from moeray.comm.placement import ExpertPlacement
-from moeray.comm.topology import Topology
 from moeray.elastic.board import Board
 from moeray.elastic.membership import Membership
 from moeray.elastic.startup import StartDeadlines, bring_up, take_down
-from moeray.worker.config import WorkerReady
+from tests.support.fake_cluster import FakeCluster, FakeMember, FakeProcess
 
 DEADLINES = StartDeadlines(create_s=0.2, load_s=0.2, join_s=0.2)
 Hook = Callable[[], Coroutine[Any, Any, None]]
 
 
-class FakeMember:
+class ScriptedMember(FakeMember):
     """Answers at once, except in phases that have a hook."""
 
     def __init__(self, slot: int, calls: list[tuple[int, str]], hooks: dict[str, Hook]) -> None:
-        self.slot = slot
-        self.incarnation = 0
-        self.calls = calls
-        self.hooks = hooks
-
-    async def _phase(self, name: str) -> None:
-        self.calls.append((self.slot, name))
-        if name in self.hooks:
-            await self.hooks[name]()
-
-    async def created(self) -> None:
-        await self._phase("created")
-
-    async def load(self, placement: ExpertPlacement) -> WorkerReady:
-        await self._phase("load")
-        return WorkerReady(
-            slot=self.slot,
-            incarnation=0,
-            pid=1,
-            node="n",
-            endpoint="tcp://127.0.0.1:1",
-            public_key="k",
-            dtype="fp32",
-            combine="exact",
-            num_moe_layers=placement.num_layers,
-            num_experts=placement.num_experts,
-            max_model_len=8,
-            vocab_size=8,
-            eos_token_ids=(),
-            num_blocks=1,
-            weights_bytes=1,
-            kv_cache_bytes=1,
-            buffer_bytes=1,
-            load_s=0.0,
-        )
-
-    async def progress(self) -> float:
-        return 0.5
-
-    async def host_store(self, epoch: int) -> tuple[str, int]:
-        await self._phase("host_store")
-        return "h", 7 + epoch
-
-    async def join(self, topology: Topology, store: tuple[str, int]) -> str:
-        assert (topology.epoch, store) == (0, ("h", 7))
-        await self._phase("join")
-        return f"dispatcher of {self.slot}"
-
-    async def serve(self) -> None:
-        await self._phase("serve")
-
-    async def lost(self) -> str:
-        await asyncio.Event().wait()
-        return "never"
-
-    async def stop(self) -> None:
-        await self._phase("stop")
-
-    async def kill(self) -> None:
-        await self._phase("kill")
+        cluster = FakeCluster(num_experts=4)
+        cluster.calls = calls
+        for name, hook in hooks.items():
+            cluster.fail(slot, name, lambda _, hook=hook: hook())  # type: ignore[misc]
+        super().__init__(FakeProcess(cluster, slot, 0))
 
 
 async def hang() -> None:
@@ -100,7 +43,7 @@ def run(hooks: dict[int, dict[str, Hook]], num_workers: int = 3) -> tuple[Board,
 
     async def body() -> Board:
         board = Board(Membership.starting(num_workers=num_workers, num_layers=1, num_experts=4, num_seats=4))
-        members = [FakeMember(slot, calls, hooks.get(slot, {})) for slot in range(num_workers)]
+        members = [ScriptedMember(slot, calls, hooks.get(slot, {})) for slot in range(num_workers)]
         await bring_up(members, board, DEADLINES, lambda: "the cluster has nothing")
         return board
 
@@ -154,7 +97,7 @@ def test_loading_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> list[float]:
         board = Board(Membership.starting(num_workers=1, num_layers=1, num_experts=4, num_seats=4))
         release = asyncio.Event()
-        member = FakeMember(0, [], {"load": release.wait})  # type: ignore[dict-item]
+        member = ScriptedMember(0, [], {"load": release.wait})  # type: ignore[dict-item]
         start = asyncio.create_task(bring_up([member], board, DEADLINES, str))
         seen = []
         version = -1
@@ -175,13 +118,13 @@ def test_loading_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_taking_down_kills_those_that_do_not_stop() -> None:
     calls: list[tuple[int, str]] = []
     hooks = {0: {"stop": hang}, 1: {"stop": raising(WorkerDied("gone"))}}
-    members = [FakeMember(slot, calls, hooks.get(slot, {})) for slot in range(3)]
+    members = [ScriptedMember(slot, calls, hooks.get(slot, {})) for slot in range(3)]
     asyncio.run(take_down(members, orderly=True, timeout_s=0.05))
     assert {slot for slot, name in calls if name == "kill"} == {0, 1, 2}
 
 
 def test_taking_down_names_those_that_stay() -> None:
-    members = [FakeMember(slot, [], {"kill": hang} if slot == 1 else {}) for slot in range(2)]
+    members = [ScriptedMember(slot, [], {"kill": hang} if slot == 1 else {}) for slot in range(2)]
     with pytest.raises(ControlTimeout, match=r"workers \[1\] did not end within 0.05 s"):
         asyncio.run(take_down(members, orderly=False, timeout_s=0.05))
 

@@ -1,0 +1,294 @@
+"""The life of a deployment without Ray: it starts, serves, is scaled, may lose its controller, fails or is stopped.
+
+The controller's actor is a shell around this. What it needs of the world (workers, a place for its memory, a way to
+end its own process) is injected.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from moeray.comm.errors import MoerayError
+from moeray.comm.sockets import KeyPair, new_key_pair
+from moeray.elastic.board import Board
+from moeray.elastic.controller_config import ControllerConfig
+from moeray.elastic.fleet import Fleet
+from moeray.elastic.member import Member, WorkerSource
+from moeray.elastic.membership import Membership
+from moeray.elastic.recovery import adopt_members, restored
+from moeray.elastic.scaler import Scaler
+from moeray.elastic.spares import Spares
+from moeray.elastic.startup import bring_up
+from moeray.elastic.state import Journal, SavedMember, SavedState, StateStore
+from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Manager:
+    """All calls come from one event loop. `exit_process` ends the controller's own process, if nobody needs it."""
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        source: WorkerSource,
+        store: StateStore,
+        *,
+        exit_process: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._exit_process = exit_process
+        self._board = Board(self._starting())
+        self._journal = Journal(store, self._collect)
+        self._fleet = Fleet(
+            source,
+            self._board,
+            client=new_key_pair(),
+            deadlines=config.deadlines,
+            save=self._journal.save,
+            on_lost=self._on_lost,
+        )
+        self._spares = Spares(
+            self._fleet,
+            self._board,
+            source,
+            num_spares=config.num_spares,
+            max_workers=config.max_workers,
+            end_timeout_s=config.stop_timeout_s,
+            retry_s=config.spare_retry_s,
+            may_fill=self._may_fill,
+            save=self._save_quietly,
+        )
+        self._scaler = Scaler(
+            config,
+            source=source,
+            fleet=self._fleet,
+            spares=self._spares,
+            board=self._board,
+            save=self._journal.save,
+            on_failed=self._fail,
+        )
+        self._generation = 0
+        self._lease = 0
+        self._adopted = asyncio.Event()
+        self._adopted.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waking: asyncio.Task[None] | None = None
+        self._start: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._num_readers = 0
+        self._last_read = time.monotonic()
+
+    # What the actor offers
+
+    async def start(self) -> None:
+        """Begin to bring the workers up and return; `view` shows how it goes. Later calls do nothing."""
+        await self._awake()
+        if self._start is None:
+            self._start = self._spawn(self._bring_up())
+            self._spawn(self._watch_readers())
+
+    async def attach(self) -> Attachment:
+        """A new lease, which takes the place of all older ones."""
+        await self._awake()
+        self._lease += 1
+        await self._journal.save()
+        logger.info("front end attached, lease %d", self._lease)
+        client = self._fleet.client
+        return Attachment(lease=self._lease, public_key=client.public, secret_key=client.secret)
+
+    async def view(self, after_version: int, timeout_s: float) -> ClusterView:
+        """The view as soon as it is newer than `after_version`, at the latest after `timeout_s`."""
+        await self._awake()
+        self._num_readers += 1
+        try:
+            return (await self._board.newer_than(after_version, timeout_s)).view()
+        finally:
+            self._num_readers -= 1
+            self._last_read = time.monotonic()
+
+    async def scale(self, request: ScaleRequest) -> OperationView:
+        """See `Scaler.scale`."""
+        await self._awake()
+        await self._adopted.wait()  # it ends within the deadlines of `adopt_members`
+        return await self._scaler.scale(request)
+
+    async def operations(self) -> tuple[OperationView, ...]:
+        """All that are remembered, the oldest first."""
+        await self._awake()
+        return self._scaler.history.views()
+
+    async def operation(self, operation_id: str) -> OperationView | None:
+        """The operation as it stands, None if it is unknown or forgotten."""
+        await self._awake()
+        return self._scaler.history.get(operation_id)
+
+    async def wait_operation(self, operation_id: str, timeout_s: float) -> OperationView:
+        """The operation once it is over; after `timeout_s` as it stands. `ValueError` if it is unknown."""
+        await self._awake()
+        return await self._scaler.history.wait(operation_id, timeout_s)
+
+    async def stop(self, orderly: bool) -> None:
+        """End all workers, in agreement if they serve and it is wished; returns when they are gone."""
+        await self._awake()
+        orderly = orderly and self._board.current.state == "serving" and self._scaler.is_idle
+        self._board.update(lambda now: now.stopping())
+        await self._end_members(orderly=orderly)
+
+    # Beginning, and beginning again
+
+    def _starting(self, incarnation: int = 0) -> Membership:
+        return Membership.starting(
+            num_workers=self._config.num_workers,
+            num_layers=self._config.num_layers,
+            num_experts=self._config.num_experts,
+            num_seats=self._config.num_seats,
+            incarnation=incarnation,
+        )
+
+    async def _awake(self) -> None:
+        """The first call of each life of the controller remembers the lives before."""
+        if self._waking is None or (self._waking.done() and self._waking.exception() is not None):
+            self._waking = self._spawn(self._wake())
+        await asyncio.shield(self._waking)
+
+    async def _wake(self) -> None:
+        saved = await self._journal.load()
+        if saved is None:
+            return
+        self._generation = saved.generation + 1
+        self._lease = saved.lease
+        self._fleet.client = KeyPair(public=saved.public_key, secret=saved.secret_key)
+        self._fleet.incarnations = dict(saved.incarnations)
+        self._scaler.restore(saved)
+        logger.warning("the controller was restarted, life %d", self._generation)
+        again = self._starting(max(saved.incarnations.values(), default=-1) + 1)
+        membership = restored(saved, again, self._generation)
+        self._board.update(lambda _: membership)
+        self._adopted.clear()
+        self._start = self._spawn(self._go_on(saved))
+        self._spawn(self._watch_readers())
+
+    async def _go_on(self, saved: SavedState) -> None:
+        """With the workers that are there; from the start again if the first epoch never served."""
+        try:
+            try:
+                await adopt_members(saved, self._fleet, self._source, self._board, self._config)
+            finally:
+                self._adopted.set()
+            if saved.topology is None:
+                await self._bring_up()
+                return
+            self._scaler.resume()
+            self._begin_to_serve()
+            await self._save_quietly()
+        except MoerayError as error:
+            self._fail(f"after a restart of the controller: {error}")
+
+    async def _bring_up(self) -> None:
+        try:
+            epoch = self._scaler.next_epoch
+            self._scaler.next_epoch += 1
+            for record in self._board.current.members:
+                self._fleet.incarnations[record.slot] = record.incarnation
+            await self._journal.save()
+            members = [self._fleet.create(r.slot, r.incarnation) for r in self._board.current.members]
+            await bring_up(members, self._board, self._config.deadlines, self._source.describe_room, epoch=epoch)
+            logger.info("[epoch %d] serves with %d workers", epoch, len(members))
+            self._begin_to_serve()
+            await self._journal.save()
+        except (MoerayError, ValueError) as error:
+            self._fail(str(error))
+
+    def _begin_to_serve(self) -> None:
+        self._spawn(self._spares.keep())
+        self._spares.refill()
+
+    # Memory
+
+    def _collect(self) -> SavedState:
+        now, client = self._board.current, self._fleet.client
+        return SavedState(
+            generation=self._generation,
+            topology=now.topology if now.state == "serving" else None,
+            dispatcher=now.dispatcher,
+            members=tuple(SavedMember.of(record) for record in now.members),
+            incarnations=self._fleet.incarnations,
+            next_epoch=self._scaler.next_epoch,
+            lease=self._lease,
+            public_key=client.public,
+            secret_key=client.secret,
+            history=tuple(view for view in self._scaler.history.views() if view.outcome is not None),
+            in_flight=self._scaler.in_flight,
+        )
+
+    async def _save_quietly(self) -> None:
+        try:
+            await self._journal.save()
+        except MoerayError as error:
+            logger.warning("the controller's state could not be saved: %s", error)
+
+    # Ends
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _may_fill(self) -> bool:
+        return self._board.current.state == "serving" and self._scaler.is_idle
+
+    def _on_lost(self, member: Member, reason: str) -> None:
+        slot, now = member.slot, self._board.current
+        if now.state not in ("starting", "serving"):
+            return
+        if slot in now.slots_in("spare"):
+            logger.warning("spare worker %d: %s", slot, reason)
+            self._spawn(self._spares.replace(slot))
+        elif slot in self._spares.slots or self._scaler.lost(slot, reason):
+            return  # whoever waits for it hears of it
+        elif now.topology is None or slot in now.topology.slots:
+            self._fail(f"worker {slot}: {reason}", dead=slot)
+
+    def _fail(self, cause: str, dead: int | None = None) -> None:
+        if self._board.current.state in ("failed", "stopping"):
+            return
+        logger.error("the deployment failed: %s", cause)
+        self._board.update(lambda now: now.failed(cause, dead=dead))
+        self._spawn(self._end_members(orderly=False))
+
+    async def _end_members(self, *, orderly: bool) -> None:
+        """Runs once; later callers wait for the first."""
+        if self._ending is None:
+            self._ending = self._spawn(self._end_all(orderly=orderly))
+        await asyncio.shield(self._ending)
+
+    async def _end_all(self, *, orderly: bool) -> None:
+        await self._adopted.wait()
+        if self._start is not None:
+            self._start.cancel()
+        await self._scaler.stop()
+        try:
+            await self._fleet.take_down(orderly=orderly, timeout_s=self._config.stop_timeout_s)
+        finally:
+            await self._forget()
+
+    async def _forget(self) -> None:
+        try:
+            await self._journal.close()
+        except MoerayError as error:
+            logger.warning("the controller's state could not be cleared: %s", error)
+
+    async def _watch_readers(self) -> None:
+        """Ends everything when nobody has read the view for `orphan_timeout_s`: who started us is gone."""
+        limit_s = self._config.orphan_timeout_s
+        self._last_read = time.monotonic()
+        while self._num_readers or time.monotonic() - self._last_read < limit_s:
+            await asyncio.sleep(limit_s / 4)
+        self._fail(f"nobody has read the view for {limit_s:g} s")
+        await self._end_members(orderly=False)
+        self._exit_process()

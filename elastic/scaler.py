@@ -1,0 +1,228 @@
+"""Takes wishes for another size, one at a time, and tells what became of them."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+
+from moeray.comm.errors import MoerayError, OperationRefused
+from moeray.elastic.board import Board
+from moeray.elastic.controller_config import ControllerConfig
+from moeray.elastic.fleet import Fleet
+from moeray.elastic.history import History
+from moeray.elastic.member import WorkerSource
+from moeray.elastic.operations import Reconfiguration, Tools
+from moeray.elastic.phases import ended, entered
+from moeray.elastic.planner import num_moved, plan_placement
+from moeray.elastic.scaling import ScalePlan, check_types, plan_scale
+from moeray.elastic.spares import Spares
+from moeray.elastic.state import InFlight, SavedState
+from moeray.elastic.view import OperationView, ScaleRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Scaler:
+    """All calls come from one event loop.
+
+    `save` writes the controller's state; `on_failed` hears of an operation that was committed and did not come to its
+    end. `next_epoch` is a number that no operation has had.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        *,
+        source: WorkerSource,
+        fleet: Fleet,
+        spares: Spares,
+        board: Board,
+        save: Callable[[], Awaitable[None]],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        self.history = History(config.history_limit)
+        self.next_epoch = 0
+        self._config = config
+        self._source = source
+        self._fleet = fleet
+        self._spares = spares
+        self._board = board
+        self._save = save
+        self._on_failed = on_failed
+        self._planning = asyncio.Lock()
+        self._current: Reconfiguration | None = None
+        self._restored: InFlight | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.in_flight is None and not self._planning.locked()
+
+    @property
+    def in_flight(self) -> InFlight | None:
+        """The operation that runs, as a restarted controller needs it."""
+        return self._current.in_flight if self._current is not None else self._restored
+
+    async def scale(self, request: ScaleRequest) -> OperationView:
+        """Begin the operation and return it; one that has nothing to do, or a known id, returns what is known.
+
+        Raises `ValueError` with the limits, and `OperationRefused` while another runs or the group does not serve.
+        """
+        check_types(request)
+        async with self._planning:
+            operation_id = request.operation_id or uuid.uuid4().hex
+            known = self.history.get(operation_id)
+            if known is not None:
+                return known
+            self.history.check_idle()
+            state = self._board.current.state
+            if state != "serving":
+                raise OperationRefused(f"the deployment is {state}, it must serve before it can be scaled")
+            operation = await self._plan(request, operation_id)
+            if operation is None:
+                await self._save()
+            else:
+                await self._save_first(operation)
+                self._begin(operation, operation.run)
+            view = self.history.get(operation_id)
+            assert view is not None
+            return view
+
+    async def wait(self, operation_id: str, timeout_s: float) -> OperationView:
+        """See `History.wait`."""
+        return await self.history.wait(operation_id, timeout_s)
+
+    def lost(self, slot: int, reason: str) -> bool:
+        """A worker died or failed. Returns whether that concerns only the operation that runs."""
+        operation = self._current
+        if operation is None:
+            return False
+        topology = self._board.current.topology
+        in_group = topology is not None and slot in topology.slots
+        if slot in operation.view.leavers and not in_group:
+            return True  # it was about to end anyway
+        if slot not in operation.everyone:
+            return False
+        return operation.interrupt(slot, reason) and not in_group
+
+    def restore(self, saved: SavedState) -> None:
+        """What an earlier life of the controller knew; an operation that ran then waits for `resume`."""
+        self.next_epoch = saved.next_epoch
+        for view in saved.history:
+            self.history.put(view)
+        if saved.in_flight is not None:
+            self.history.put(saved.in_flight.view)
+            self._restored = saved.in_flight
+
+    def resume(self) -> None:
+        """Bring the operation to its end that ran when the controller died, if any did."""
+        if self._restored is not None:
+            operation = Reconfiguration(self._tools(), self._restored, None)
+            self._begin(operation, operation.resume)
+            self._restored = None
+
+    async def stop(self) -> None:
+        """Let go of the operation that runs: the workers are going to be ended."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _tools(self) -> Tools:
+        return Tools(
+            fleet=self._fleet,
+            board=self._board,
+            deadlines=self._config.operation_deadlines,
+            publish=self._publish,
+        )
+
+    async def _save_first(self, operation: Reconfiguration) -> None:
+        """Nothing is begun that a restarted controller would not know of. Raises `MoerayError`."""
+        self._current = operation
+        try:
+            await self._save()
+        except MoerayError as error:
+            self._current = None
+            self.history.put(ended(operation.view, "rolled_back", f"it could not be saved: {error}"))
+            self._board.update(lambda now: now.marked(operation.in_flight.spares, "spare"))
+            raise
+
+    async def _publish(self, view: OperationView) -> None:
+        if view.outcome is not None:
+            self._current = None
+        self.history.put(view)
+        await self._save()
+
+    def _begin(self, operation: Reconfiguration, work: Callable[[], Awaitable[None]]) -> None:
+        self._current = operation
+        self._task = asyncio.get_running_loop().create_task(self._carry_out(operation, work))
+
+    async def _carry_out(self, operation: Reconfiguration, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        finally:
+            if operation.view.outcome is None:
+                self.history.put(ended(operation.view, "failed", operation.interruption or "it was told to stop"))
+            self._current = None
+        if operation.view.outcome == "failed":
+            self._on_failed(f"operation {operation.view.operation_id}: {operation.view.reason}")
+        self._spares.refill()
+
+    async def _plan(self, request: ScaleRequest, operation_id: str) -> Reconfiguration | None:
+        """Puts the operation into the history; None if it is over at once. Raises `ValueError`."""
+        topology = self._board.current.topology
+        assert topology is not None
+        plan = plan_scale(request, topology.slots, self._config.limits)
+        num_cold = max(0, plan.num_joiners - len(self._spares.slots))
+        lack = await asyncio.to_thread(self._source.lacks_room_for, num_cold)
+        if lack is not None:
+            raise ValueError(f"{len(plan.stayers) + plan.num_joiners} workers do not fit: {lack}")
+        joiners, spares = self._choose_joiners(plan)
+        targets = tuple(sorted((*plan.stayers, *joiners)))
+        placement = plan_placement(topology.placement, targets)
+        view = OperationView(
+            operation_id=operation_id,
+            kind="scale",
+            requested=_requested(request),
+            phase="",
+            outcome=None,
+            reason=None,
+            from_epoch=topology.epoch,
+            to_epoch=topology.epoch if plan.changes_nothing else self.next_epoch,
+            phases=(),
+            deadline_s=request.deadline_s or self._config.operation_deadlines.overall_s,
+            targets=targets,
+            joiners=joiners,
+            leavers=plan.leavers,
+            moved_experts=num_moved(topology.placement, placement),
+        )
+        view = entered(view, "planned")
+        if plan.changes_nothing:
+            self.history.put(ended(view, "done", "nothing to do: that is its size"))
+            return None
+        logger.info("operation %s: slots %s become %s", operation_id, topology.slots, targets)
+        self.next_epoch += 1
+        for slot in spares:
+            self._spares.take(slot)
+        self.history.put(view)
+        return Reconfiguration(self._tools(), InFlight(view=view, topology=None, spares=spares), placement)
+
+    def _choose_joiners(self, plan: ScalePlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slots that join, and which of them are spares: those first, then the lowest free ones."""
+        spares = self._spares.slots[: plan.num_joiners]
+        cold = self._spares.free_slots()[: plan.num_joiners - len(spares)]
+        joiners = tuple(sorted((*spares, *cold)))
+        if len(joiners) < plan.num_joiners:
+            raise ValueError(
+                f"{plan.num_joiners} workers would join, must be at most {len(joiners)}, the free slots of "
+                f"{self._config.max_workers} (max_workers): a slot is free once its worker has ended"
+            )
+        return joiners, tuple(sorted(spares))
+
+
+def _requested(request: ScaleRequest) -> dict[str, int | tuple[int, ...]]:
+    requested: dict[str, int | tuple[int, ...]] = {}
+    if request.workers is not None:
+        requested["workers"] = request.workers
+    if request.retire:
+        requested["retire"] = request.retire
+    return requested
