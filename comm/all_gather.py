@@ -98,9 +98,7 @@ class AllGatherDispatcher:
         arrived_pairs = state.seats_RK.ge(0).view(self._group.size, -1).sum(1).tolist()
         return self._way_home.combine(expert_rows_PD, state.plan, handle.topk_weights_TK, arrived_pairs)
 
-    def _combine_fast(
-        self, expert_rows_PD: torch.Tensor, handle: DispatchHandle, state: _InFlight
-    ) -> torch.Tensor:
+    def _combine_fast(self, expert_rows_PD: torch.Tensor, handle: DispatchHandle, state: _InFlight) -> torch.Tensor:
         num_rows = state.seats_RK.shape[0]
         most = num_rows // self._group.size
         hidden, dtype = expert_rows_PD.shape[1], expert_rows_PD.dtype

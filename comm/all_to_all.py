@@ -127,9 +127,7 @@ class AllToAllDispatcher:
         arrived[self._group.rank] = state.plan.pairs_per_peer[0]
         return self._way_home.combine(expert_rows_PD, state.plan, handle.topk_weights_TK, arrived)
 
-    def _combine_fast(
-        self, expert_rows_PD: torch.Tensor, handle: DispatchHandle, state: _InFlight
-    ) -> torch.Tensor:
+    def _combine_fast(self, expert_rows_PD: torch.Tensor, handle: DispatchHandle, state: _InFlight) -> torch.Tensor:
         """Send one sum for each received row; at home add them to this rank's own."""
         num_own, num_rows = handle.num_tokens, state.seats_RK.shape[0]
         hidden, dtype = expert_rows_PD.shape[1], expert_rows_PD.dtype

@@ -135,9 +135,7 @@ def _mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def buffer_sizes(
-    specs: Sequence[MoELayerSpec], max_workers: int, piece_tokens: int
-) -> tuple[int, int, int, int]:
+def buffer_sizes(specs: Sequence[MoELayerSpec], max_workers: int, piece_tokens: int) -> tuple[int, int, int, int]:
     """Bytes of records, outgoing, returned and sums for the largest layer."""
     records = outgoing = returned = sums = 0
     for spec in specs:

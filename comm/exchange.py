@@ -83,8 +83,7 @@ class ExpertExchange:
         choice = choose_dispatcher(self._requested, sizes)
         dispatcher = self._make(choice.name, topology.placement, group, slot, buffers)
         physical_LE = tuple(
-            _pick_seats(topology.placement, layer, slot, self.device)
-            for layer in range(topology.placement.num_layers)
+            _pick_seats(topology.placement, layer, slot, self.device) for layer in range(topology.placement.num_layers)
         )
         return EpochExchange(topology.epoch, dispatcher, choice, physical_LE)
 
@@ -162,9 +161,7 @@ class ExpertExchange:
         if topology.rank_of(slot) != group.rank:
             raise ValueError(f"slot {slot} has rank {topology.rank_of(slot)}, its group says {group.rank}")
         specs, placement = self._buffers.specs, topology.placement
-        if placement.num_layers != len(specs) or any(
-            spec.num_experts != placement.num_experts for spec in specs
-        ):
+        if placement.num_layers != len(specs) or any(spec.num_experts != placement.num_experts for spec in specs):
             raise ValueError(
                 f"the placement has {placement.num_layers} layers of {placement.num_experts} experts, "
                 f"the model has {[spec.num_experts for spec in specs]}"
@@ -183,15 +180,11 @@ class ExpertExchange:
         buffers: CommunicationBuffers,
     ) -> Dispatcher:
         if name == "loopback":
-            return LoopbackDispatcher(
-                buffers=buffers, slot=slot, num_seats=placement.num_seats, traffic=self._traffic
-            )
+            return LoopbackDispatcher(buffers=buffers, slot=slot, num_seats=placement.num_seats, traffic=self._traffic)
         fast = self.combine_mode == "fast"
         if name == "all_gather":
             seats = SeatMap(placement.slots, placement.num_seats, group.rank, self.device, own_first=False)
-            return AllGatherDispatcher(
-                group=group, buffers=buffers, seats=seats, fast=fast, traffic=self._traffic
-            )
+            return AllGatherDispatcher(group=group, buffers=buffers, seats=seats, fast=fast, traffic=self._traffic)
         seats = SeatMap(placement.slots, placement.num_seats, group.rank, self.device, own_first=True)
         return AllToAllDispatcher(group=group, buffers=buffers, seats=seats, fast=fast, traffic=self._traffic)
 

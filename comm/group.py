@@ -53,9 +53,7 @@ def host_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """A client of the store at `host:port`. Raises `GroupTimeout` if it does not answer within `timeout_s`."""
     try:
-        return TCPStore(
-            host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except RuntimeError as error:
         raise GroupTimeout(f"no store at {host}:{port} within {timeout_s} s: {error}") from error
 
@@ -219,9 +217,7 @@ class CommGroup:
             raise _translate(error, f"{self._who()}: {what} failed", self._peers_to_blame()) from error
 
     def _who(self) -> str:
-        return (
-            f"epoch {self.epoch}, rank {self.rank} (slot {self.slots[self.rank]}) of slots {list(self.slots)}"
-        )
+        return f"epoch {self.epoch}, rank {self.rank} (slot {self.slots[self.rank]}) of slots {list(self.slots)}"
 
     def _peers_to_blame(self) -> tuple[int, ...]:
         """torch names a socket and not a rank, so only a group of two knows who it was."""

@@ -38,9 +38,7 @@ class WayHome:
         Raises `ValueError` if the experts returned another number of rows than there are pairs.
         """
         if expert_rows_PD.shape[0] != sum(arrived_pairs):
-            raise ValueError(
-                f"expert_rows_PD has {expert_rows_PD.shape[0]} rows, must be {sum(arrived_pairs)}"
-            )
+            raise ValueError(f"expert_rows_PD has {expert_rows_PD.shape[0]} rows, must be {sum(arrived_pairs)}")
         rows_PD = expert_rows_PD.contiguous()
         num_rows = weights_TK.numel()
         home_ND, gathered_ND, sums_ND = self._scratch(rows_PD, weights_TK.shape[1])

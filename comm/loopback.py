@@ -17,9 +17,7 @@ class LoopbackDispatcher:
 
     name = "loopback"
 
-    def __init__(
-        self, *, buffers: CommunicationBuffers, slot: int, num_seats: int, traffic: TrafficCounter
-    ) -> None:
+    def __init__(self, *, buffers: CommunicationBuffers, slot: int, num_seats: int, traffic: TrafficCounter) -> None:
         self.traffic = traffic
         self._buffers = buffers
         self._first_physical_expert = slot * num_seats

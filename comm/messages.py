@@ -53,8 +53,8 @@ class TransferReport:
 class MemberStatus:
     """Where a member stands, for a controller that has lost its memory. `epoch` is -1 before the first.
 
-    `prepared_epoch` has a warm group that does not serve yet; `committed_epoch` is one that the member has promised
-    to switch to.
+    `prepared_epoch` has a warm group that does not serve yet; `committed_epoch` is the latest that the member has
+    promised to switch to, whether it has done so or not. `dispatcher` says in words how rows travel.
     """
 
     slot: int
@@ -64,3 +64,4 @@ class MemberStatus:
     committed_epoch: int | None
     topology: Topology | None
     is_serving: bool
+    dispatcher: str = ""

@@ -21,14 +21,10 @@ class StepPieces:
     def begin_step(self, num_tokens_per_rank: Sequence[int]) -> None:
         """Start over with a step header's counts. Raises `ValueError` for counts that the buffers do not allow."""
         if len(num_tokens_per_rank) != self._size:
-            raise ValueError(
-                f"num_tokens_per_rank has {len(num_tokens_per_rank)} entries, must be {self._size}"
-            )
+            raise ValueError(f"num_tokens_per_rank has {len(num_tokens_per_rank)} entries, must be {self._size}")
         limit = self._buffers.capacity.max_tokens
         if not all(0 <= tokens <= limit for tokens in num_tokens_per_rank):
-            raise ValueError(
-                f"num_tokens_per_rank is {list(num_tokens_per_rank)}, must be from 0 to {limit} each"
-            )
+            raise ValueError(f"num_tokens_per_rank is {list(num_tokens_per_rank)}, must be from 0 to {limit} each")
         piece = self._buffers.piece_tokens
         num_pieces = self._buffers.num_pieces(max(num_tokens_per_rank))
         self._tokens_of_pieces = [

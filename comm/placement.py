@@ -41,9 +41,7 @@ class ExpertPlacement:
                 raise ValueError(f"layer {layer}, slot {slot}: {len(seats)} seats, must be {self.num_seats}")
             held = [expert for expert in seats if expert != EMPTY_SEAT]
             if any(not 0 <= expert < self.num_experts for expert in held):
-                raise ValueError(
-                    f"layer {layer}, slot {slot}: an expert id is outside 0..{self.num_experts - 1}"
-                )
+                raise ValueError(f"layer {layer}, slot {slot}: an expert id is outside 0..{self.num_experts - 1}")
             if len(set(held)) != len(held):
                 raise ValueError(f"layer {layer}, slot {slot}: two replicas of one expert on one worker")
             seen.update(held)

@@ -43,9 +43,7 @@ class RecordFormat:
     @classmethod
     def widest(cls, hidden_size: int, top_k: int, dtype: torch.dtype) -> "RecordFormat":
         """The largest format that any epoch can ask for."""
-        return cls(
-            hidden_size=hidden_size, top_k=top_k, dtype=dtype, seat_dtype=torch.int32, carries_weights=True
-        )
+        return cls(hidden_size=hidden_size, top_k=top_k, dtype=dtype, seat_dtype=torch.int32, carries_weights=True)
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -93,9 +91,7 @@ class RecordFormat:
             self._field(flat, num_records, self._seats_at, self.top_k, self.seat_dtype),
         )
 
-    def _field(
-        self, flat: torch.Tensor, num_records: int, start: int, width: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _field(self, flat: torch.Tensor, num_records: int, start: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Columns of all records in place: a strided view, without a copy."""
         size = dtype.itemsize
         return flat.view(dtype).as_strided((num_records, width), (self.num_bytes // size, 1), start // size)

@@ -22,9 +22,7 @@ def reference_moe(
     no difference, so nothing is moved.
     """
     outputs: list[torch.Tensor] = []
-    for hidden_TD, ids_TK, weights_TK in zip(
-        hidden_by_rank, physical_ids_by_rank, topk_weights_by_rank, strict=True
-    ):
+    for hidden_TD, ids_TK, weights_TK in zip(hidden_by_rank, physical_ids_by_rank, topk_weights_by_rank, strict=True):
         out_TD = torch.empty_like(hidden_TD)
         for token in range(hidden_TD.shape[0]):
             products = [

@@ -92,9 +92,7 @@ class SeatMap:
         peers_P = peers_TK.ravel()
         pairs_per_peer: list[int] = np.bincount(peers_P, minlength=self.size).tolist()
         if len(pairs_per_peer) > self.size:
-            raise ValueError(
-                f"{pairs_per_peer[-1]} of {num_pairs} pairs go to seats of slots that are no members"
-            )
+            raise ValueError(f"{pairs_per_peer[-1]} of {num_pairs} pairs go to seats of slots that are no members")
         positions_P = np.empty(num_pairs, dtype=np.int64)
         positions_P[peers_P.argsort(kind="stable")] = self._arange(num_pairs)
         positions_KT = np.ascontiguousarray(positions_P.reshape(num_tokens, top_k).T)

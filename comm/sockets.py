@@ -168,10 +168,7 @@ class Inbox:
                 return
             version, request_id, domain, _address, _identity, mechanism, *credentials = frames
             known = (
-                domain == ZAP_DOMAIN
-                and mechanism == b"CURVE"
-                and credentials[:1]
-                and credentials[0] in self._allowed
+                domain == ZAP_DOMAIN and mechanism == b"CURVE" and credentials[:1] and credentials[0] in self._allowed
             )
             status = (b"200", b"OK") if known else (b"400", b"unknown key")
             self._zap.send_multipart((version, request_id, *status, b"", b""))
@@ -199,9 +196,7 @@ class PeerLinks:
         """
         identity = next((member.identity for member in members if member.slot == own_slot), None)
         if identity is None:
-            raise ValueError(
-                f"slot {own_slot} is not among the members {[member.slot for member in members]}"
-            )
+            raise ValueError(f"slot {own_slot} is not among the members {[member.slot for member in members]}")
         wanted = {member.identity: member for member in members if member.slot != own_slot}
         for gone in set(self._links) - set(wanted):
             self._links.pop(gone).close(linger=0)

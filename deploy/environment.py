@@ -35,14 +35,16 @@ WORKER_MEMORY = {
 }
 
 # Taken over from the supervisor's environment where they are set, because a node cannot guess them.
-PASSED_ON = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_HCA", "MOERAY_FAULTS")
+PASSED_ON = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_HCA")
 
 
 def worker_variables(*, threads: int, embedded: bool, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a worker process needs at its start."""
     variables = WORKER_MEMORY | {
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        # A second thread that sleeps between two products costs more than it gains, and one that spins for long takes
+        # the core from others: this is a tenth of a millisecond.
+        "GOMP_SPINCOUNT": "20000",
         "HF_HUB_OFFLINE": "1",
         # A group's store looks its peers' names up; a lost answer must not hold an operation up for 5 seconds.
         "RES_OPTIONS": "timeout:1 attempts:1",

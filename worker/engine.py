@@ -65,7 +65,7 @@ class EngineParts:
 class Engine:
     """Runs steps in the thread that calls `run`.
 
-    Other threads may read `failure`, `orphaned`, `has_left`, `num_requests`, `epoch`, `committed_epoch` and `topology`.
+    Other threads may read `failure`, `orphaned`, `has_left`, `num_requests`, `epoch` and `topology`.
     """
 
     def __init__(self, parts: EngineParts, epoch: PreparedEpoch, joined: "Future[int] | None" = None) -> None:
@@ -97,12 +97,6 @@ class Engine:
     @property
     def epoch(self) -> int:
         return self.topology.epoch
-
-    @property
-    def committed_epoch(self) -> int | None:
-        """The epoch that this rank has promised to switch to."""
-        commit = self._next
-        return commit.epoch if commit else None
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -149,7 +143,7 @@ class Engine:
         self._calls_peers = False
         if all(header[STOPPING] for header in headers):
             return False
-        if self._next is not None and all(header[READY] == self.committed_epoch for header in headers):
+        if self._next is not None and all(header[READY] == self._next.epoch for header in headers):
             return self._switch(self._next, batch)
         # One rank's wish to stop is everyone's: all leave at the next step.
         self._stopping = self._stopping or any(header[STOPPING] for header in headers)

@@ -58,6 +58,7 @@ class Worker:
         self._prepared: PreparedEpoch | None = None
         self._discarded: set[int] = set()
         self._leaving = False
+        self._committed_epoch: int | None = None
         self._thread: threading.Thread | None = None
 
     def load(self, placement: ExpertPlacement | None, source: CheckpointSource | None = None) -> WorkerReady:
@@ -179,6 +180,7 @@ class Worker:
         A joiner starts its step loop. Raises `StartupError` if the epoch was never prepared here.
         """
         prepared, done = self._prepared, Future[int]()
+        self._require_loaded()
         if self.engine is not None and self._leaving:
             self._post(CommitEpoch(epoch, None, done))
         elif prepared is None or prepared.topology.epoch != epoch:
@@ -189,6 +191,8 @@ class Worker:
         else:
             self._post(CommitEpoch(epoch, prepared, done))
             self._prepared = None
+        # Known at once, before the engine's thread has read the command: a restarted controller may ask just now.
+        self._committed_epoch = epoch
         done.add_done_callback(lambda _: self._drop_stores_before(epoch))
         return done
 
@@ -206,13 +210,15 @@ class Worker:
     def status(self) -> MemberStatus:
         """Where this worker stands; answers at any time."""
         engine, prepared = self.engine, self._prepared
+        loaded = self._loaded
         return MemberStatus(
             slot=self.slot,
             incarnation=self.incarnation,
             epoch=engine.epoch if engine else -1,
             prepared_epoch=prepared.topology.epoch if prepared else None,
-            committed_epoch=engine.committed_epoch if engine else None,
+            committed_epoch=self._committed_epoch,
             topology=engine.topology if engine else None,
+            dispatcher=loaded.exchange.describe() if loaded and engine else "",
             is_serving=engine is not None and not engine.has_left and not self.wait(0.0),
         )
 

@@ -22,9 +22,7 @@ def test_dispatchers_over_nccl_equal_the_reference() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loopback_on_the_device_equals_the_reference(dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
-    group = CommGroup.build(
-        epoch=1, rank=0, slots=[0], store=None, device=device, timeout_s=10.0, warm_timeout_s=10.0
-    )
+    group = CommGroup.build(epoch=1, rank=0, slots=[0], store=None, device=device, timeout_s=10.0, warm_timeout_s=10.0)
     topology = make_topology([0], 8)
     spec = MoELayerSpec(layer=0, hidden_size=64, top_k=4, num_experts=8, dtype=dtype)
     exchange = make_exchange([spec], combine="exact", dispatcher="auto", device=device, piece_tokens=16)

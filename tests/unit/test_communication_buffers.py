@@ -166,9 +166,7 @@ def test_weighted_sums_do_not_depend_on_where_rows_lie(top_k: int) -> None:
 
 
 def sizes(num_workers: int, top_k: int = 4, combine: str = "exact", backend: str = "gloo") -> DispatchSizes:
-    return DispatchSizes(
-        num_workers=num_workers, top_k=top_k, hidden_size=64, combine=combine, backend=backend
-    )
+    return DispatchSizes(num_workers=num_workers, top_k=top_k, hidden_size=64, combine=combine, backend=backend)
 
 
 def test_the_choice_goes_by_sizes_and_says_why() -> None:

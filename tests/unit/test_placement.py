@@ -21,13 +21,9 @@ def place(assignments: tuple[tuple[tuple[int, ...], ...], ...], num_experts: int
     slots=st.lists(st.integers(0, 20), min_size=1, max_size=9, unique=True),
     spare=st.integers(0, 3),
 )
-def test_contiguous_gives_every_expert_one_seat_evenly(
-    num_experts: int, slots: list[int], spare: int
-) -> None:
+def test_contiguous_gives_every_expert_one_seat_evenly(num_experts: int, slots: list[int], spare: int) -> None:
     num_seats = -(-num_experts // len(slots)) + spare
-    placement = ExpertPlacement.contiguous(
-        num_layers=2, num_experts=num_experts, slots=slots, num_seats=num_seats
-    )
+    placement = ExpertPlacement.contiguous(num_layers=2, num_experts=num_experts, slots=slots, num_seats=num_seats)
     counts = [placement.num_experts_of(slot) for slot in slots]
     assert sum(counts) == 2 * num_experts
     assert max(counts) - min(counts) <= 2  # one for each of two layers

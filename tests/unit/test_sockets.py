@@ -43,9 +43,7 @@ def make_inbox(*client_keys: str, keys: KeyPair | None = None) -> Inbox:
 
 
 def member(slot: int, inbox: Inbox, incarnation: int = 0) -> Member:
-    return Member(
-        slot=slot, incarnation=incarnation, node="n", endpoint=inbox.endpoint, public_key=inbox.public_key
-    )
+    return Member(slot=slot, incarnation=incarnation, node="n", endpoint=inbox.endpoint, public_key=inbox.public_key)
 
 
 def receive_many(inbox: Inbox, num_messages: int, timeout_s: float = DEADLINE_S) -> Received:

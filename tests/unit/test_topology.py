@@ -14,9 +14,7 @@ def member(slot: int, incarnation: int = 0) -> Member:
 
 def topology(*slots: int, epoch: int = 1, incarnation: int = 0) -> Topology:
     placement = ExpertPlacement.contiguous(num_layers=2, num_experts=8, slots=slots, num_seats=8)
-    return Topology(
-        epoch=epoch, members=tuple(member(slot, incarnation) for slot in slots), placement=placement
-    )
+    return Topology(epoch=epoch, members=tuple(member(slot, incarnation) for slot in slots), placement=placement)
 
 
 def test_ranks_are_positions_and_slots_are_stable() -> None:

@@ -191,7 +191,7 @@ class Decoder(nn.Module):
 
     def warm_up(self, max_rows: int) -> None:
         """Let the linear algebra library meet the shapes of steps of up to `max_rows` rows, before serving."""
-        weights = [parameter for parameter in self.parameters() if parameter.dim() == 2]
+        weights: list[torch.Tensor] = [parameter for parameter in self.parameters() if parameter.dim() == 2]
         for runner in self.moe_runners()[:1]:
             experts = runner.routed_experts.parameters()
             weights.extend(parameter[0] for parameter in experts if parameter.dim() == 3)

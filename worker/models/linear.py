@@ -42,8 +42,9 @@ def _onednn(x_MI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | 
 
 def _kernel_for(weight_OI: torch.Tensor) -> Callable[..., torch.Tensor]:
     """oneDNN for fp32 on CPU, where it beats the BLAS that `F.linear` takes by up to 1.6; `F.linear` elsewhere."""
-    on_cpu = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
-    return _onednn if on_cpu and torch.backends.mkldnn.is_available() else F.linear
+    is_cpu_fp32 = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return _onednn if is_cpu_fp32 and has_onednn else F.linear
 
 
 @dataclass(frozen=True, slots=True)
