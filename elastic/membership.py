@@ -153,6 +153,12 @@ class Membership:
         )
         return replace(self, members=members, topology=topology, placement=topology.placement, version=self.version + 1)
 
+    def described(self, dispatcher: str) -> "Membership":
+        """How rows travel in this epoch, in the ranks' words."""
+        if dispatcher in ("", self.dispatcher):
+            return self
+        return replace(self, dispatcher=dispatcher, version=self.version + 1)
+
     def _with(self, record: MemberRecord) -> "Membership":
         members = tuple(record if old.slot == record.slot else old for old in self.members)
         return replace(self, members=members, version=self.version + 1)

@@ -229,10 +229,21 @@ class Reconfiguration:
             self._board.update(lambda now: now.switched(topology))
             logger.info("[epoch %d] serves with slots %s", self.epoch, topology.slots)
             await self._enter_quietly("switched")
+            await self._describe()
             await switch.leavers()
         await self._end(self.view.leavers, orderly=True, timeout_s=self._deadlines.retire_s)
         await self._enter_quietly("retired")
         await self._close("done", None)
+
+    async def _describe(self) -> None:
+        """Show how rows travel in the new epoch; a member that does not answer leaves it as it was."""
+        try:
+            async with asyncio.timeout(self._deadlines.status_s):
+                status = await self._member(self.view.targets[0]).status()
+        except (TimeoutError, MoerayError) as error:
+            logger.warning("[epoch %d] the dispatcher is not known: %s", self.epoch, error)
+            return
+        self._board.update(lambda now: now.described(status.dispatcher))
 
     async def _was_committed(self) -> bool:
         """Whether any member has switched to the next epoch, or was told to."""
