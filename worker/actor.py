@@ -78,9 +78,8 @@ async def in_the_background(function: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.wrap_future(done)
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, num_cpus=0)
 class WorkerActor:
-    """One worker's process. Methods are asynchronous so that it answers while it loads and serves."""
+    """One worker's process; `deploy/` makes a Ray actor of it. It answers while it loads and serves."""
 
     def __init__(self, slot: int, incarnation: int, config: WorkerConfig, client: KeyPair, bind_host: str) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

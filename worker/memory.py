@@ -29,10 +29,15 @@ class MemoryPlan:
 
 
 def choose_dtype(requested: str, config: DecoderConfig, device: str) -> str:
-    """`auto` is the checkpoint's type on CUDA and fp32 on CPU, where bf16 and fp16 GEMMs are slow or inexact."""
+    """`auto` is the checkpoint's type on CUDA and on CPUs with matrix units for bf16, and fp32 on other CPUs.
+
+    Without such units bf16 and fp16 products are many times slower than fp32's.
+    """
     if requested != "auto":
         return requested
-    return "fp32" if device == "cpu" else CHECKPOINT_DTYPES.get(config.checkpoint_dtype, "bf16")
+    checkpoint_dtype = CHECKPOINT_DTYPES.get(config.checkpoint_dtype, "bf16")
+    is_fast = device != "cpu" or (checkpoint_dtype == "bf16" and torch.cpu._is_amx_tile_supported())
+    return checkpoint_dtype if is_fast else "fp32"
 
 
 def free_memory_bytes(device: str) -> int:

@@ -127,3 +127,18 @@ def test_seeded_sampling_is_the_same_on_any_number_of_workers(tiny: Path) -> Non
         with RankSet(tiny, size, combine="exact") as ranks:
             tokens.append([result.tokens for result in ranks.generate(prompts_of((3, 9, 100, 20)), sampling)])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("combine", ["exact", "fast"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_stays_near_fp32(tiny: Path, dtype: str, combine: str) -> None:
+    """First tokens only: rounding may tip a later choice between two near logits."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    prompts = prompts_of((3, 40, 100, 17))
+    with RankSet(tiny, 1) as ranks:
+        reference = ranks.generate(prompts, sampling)
+    with RankSet(tiny, 2, dtype=dtype, combine=combine) as ranks:
+        results = ranks.generate(prompts, sampling)
+    for ours, theirs in zip(results, reference, strict=True):
+        spread = theirs.logits.std()
+        assert (ours.logits - theirs.logits).abs().max() < spread * (0.25 if dtype == "bf16" else 0.05)

@@ -29,6 +29,7 @@ def save_qwen3_moe(directory: Path, *, seed: int = 0, max_shard_size: str = "5GB
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**TINY, "initializer_range": 0.1, **overrides}))
+    dtype: torch.dtype = getattr(torch, overrides.pop("dtype", "float32"))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**TINY, "initializer_range": 0.1, **overrides})).to(dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory

@@ -81,11 +81,22 @@ def test_only_own_experts_are_read(checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert len(read) == len(set(read))
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("auto", None)])
-def test_dtype_is_converted_and_auto_is_fp32_on_cpu(tmp_path: Path, dtype: str, expected: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "has_bf16_units", "expected"),
+    [
+        ("fp32", True, torch.float32),
+        ("bf16", False, torch.bfloat16),
+        ("fp16", False, torch.float16),
+        ("auto", False, torch.float32),
+        ("auto", True, torch.bfloat16),
+    ],
+)
+def test_dtype_is_converted_and_auto_is_what_is_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, has_bf16_units: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_bf16_units)
     path = save_qwen3_moe(tmp_path / "half", dtype="bfloat16")
-    loaded = load(path, dtype=dtype)
-    assert loaded.model.embed.dtype == (expected or torch.float32)
+    assert load(path, dtype=dtype).model.embed.dtype == expected
 
 
 def test_sharded_checkpoint_equals_the_single_file(tmp_path: Path) -> None:
