@@ -8,31 +8,21 @@ header exchange of that epoch, and a leaver hands its sequences over.
 
 import logging
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 
 from moeray.comm.errors import EpochMismatch, GroupError
-from moeray.comm.exchange import ExpertExchange
 from moeray.comm.group import CommGroup
 from moeray.comm.messages import KVBlock, StopEngine, Wake
-from moeray.comm.sockets import PeerLinks
 from moeray.worker.batch import prepare_batch
 from moeray.worker.beside import SLICE_S, Job, JobQueue
 from moeray.worker.commands import CommitEpoch, PreparedEpoch, StartHandOver
+from moeray.worker.engine_parts import EngineParts
 from moeray.worker.handover import HandOver, keep_block
-from moeray.worker.mailbox import Mailbox
 from moeray.worker.messages import Abort, Attach, HandedOver, HandedOverSequence, Rejected, Submit
-from moeray.worker.models.attention import PagedKVCache
-from moeray.worker.models.decoder import Decoder
-from moeray.worker.moe.expert_load import ExpertLoad
-from moeray.worker.reporter import Reporter
 from moeray.worker.request import Sequence
-from moeray.worker.sampler import Sampler
-from moeray.worker.scheduler import ScheduledBatch, Scheduler
+from moeray.worker.scheduler import ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +32,6 @@ NOT_READY = -1
 NO_STEP = -1
 # The longest a parked rank sleeps before it looks at its lease again.
 PARK_SLICE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """What an engine is made of; all of it lives as long as the worker."""
-
-    slot: int
-    incarnation: int
-    model: Decoder
-    cache: PagedKVCache
-    scheduler: Scheduler
-    sampler: Sampler
-    exchange: ExpertExchange
-    expert_load: ExpertLoad
-    mailbox: Mailbox
-    peers: PeerLinks
-    reporter: Reporter
-    clock: Callable[[], float] = time.monotonic
 
 
 class Engine:

@@ -18,16 +18,12 @@ from moeray.comm.topology import Topology
 from moeray.worker.beside import Job
 from moeray.worker.commands import CommitEpoch, PreparedEpoch, StartHandOver
 from moeray.worker.config import WorkerConfig, WorkerReady
-from moeray.worker.engine import Engine, EngineParts
+from moeray.worker.engine import Engine
+from moeray.worker.engine_parts import assemble
 from moeray.worker.expert_transfer import fetch_experts, fill_seats, seat_fills
-from moeray.worker.kv_cache import BlockPool
 from moeray.worker.loaded_model import LoadedModel, load_model
-from moeray.worker.mailbox import Mailbox
 from moeray.worker.messages import ToWorker
 from moeray.worker.peer_checkpoint import CheckpointSource, LocalSource
-from moeray.worker.reporter import Reporter
-from moeray.worker.sampler import Sampler
-from moeray.worker.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -231,37 +227,15 @@ class Worker:
     def _start_engine(self, prepared: PreparedEpoch, joined: "Future[int]") -> None:
         loaded = self._require_loaded()
         assert self._inbox is not None
-        config, worker = loaded.model.config, self.config
         self._peers = PeerLinks(client_keys=self._client)
-        scheduler = Scheduler(
-            pool=BlockPool(loaded.cache.num_blocks, prefix_caching=worker.prefix_caching),
-            max_num_seqs=worker.max_num_seqs,
-            max_num_batched_tokens=worker.max_num_batched_tokens,
-            max_model_len=loaded.max_model_len,
-            max_queue=worker.max_queue,
-            eos_token_ids=config.eos_token_ids,
-        )
-        mailbox = Mailbox(self._inbox, orphan_timeout_s=worker.orphan_timeout_s, clock=time.monotonic)
-        reporter = Reporter(
+        parts = assemble(
+            loaded,
+            self.config,
             slot=self.slot,
             incarnation=self.incarnation,
-            mailbox=mailbox,
-            scheduler=scheduler,
-            exchange=loaded.exchange,
-            clock=time.monotonic,
-        )
-        parts = EngineParts(
-            slot=self.slot,
-            incarnation=self.incarnation,
-            model=loaded.model,
-            cache=loaded.cache,
-            scheduler=scheduler,
-            sampler=Sampler(config.eos_token_ids),
-            exchange=loaded.exchange,
-            expert_load=loaded.expert_load,
-            mailbox=mailbox,
+            inbox=self._inbox,
             peers=self._peers,
-            reporter=reporter,
+            clock=time.monotonic,
         )
         self.engine = Engine(parts, prepared, joined)
         self._thread = threading.Thread(target=self._run_engine, args=(self.engine,), name="engine", daemon=True)
