@@ -14,10 +14,12 @@ from moeray.worker.config import WorkerConfig
 
 
 def worker_class() -> Any:
-    """The class of a worker's actor. Imported late: whoever only builds a factory loads no torch."""
+    """The class of a worker's actor. Imported late: whoever only builds a factory loads no Ray."""
+    import ray
+
     from moeray.worker.actor import WorkerActor
 
-    return WorkerActor
+    return ray.remote(WorkerActor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class RayWorkerFactory:
                 name=worker_name(slot, incarnation),
                 lifetime="detached",
                 max_restarts=0,
+                max_task_retries=0,
                 num_cpus=self.num_cpus,
                 num_gpus=self.num_gpus,
                 scheduling_strategy=self.strategy,

@@ -6,7 +6,8 @@ injects.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import ray
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 LOST_POLL_S = 0.2
 KILL_POLL_S = 0.02
+FREED_TIMEOUT_S = 2.0
+FREED_POLL_S = 0.05
 STORE_TIMEOUT_S = 10.0
 STORE_NAMESPACE = b"moeray"
 
@@ -143,14 +146,22 @@ class RayWorkers(WorkerSource):
             return None
 
     def lacks_room_for(self, num_workers: int) -> str | None:
-        free = ray.available_resources()
-        for name, each in self._factory.resources.items():
-            needed, there = each * num_workers, free.get(name, 0.0)
-            if needed > there:
+        """See `WorkerSource`. What an ended worker had counts as free only a moment later, which is waited for."""
+        deadline = time.monotonic() + FREED_TIMEOUT_S
+        while (name := self._lacking(num_workers, ray.available_resources())) is not None:
+            if time.monotonic() > deadline or self._lacking(num_workers, ray.cluster_resources()) is not None:
+                each = self._factory.resources[name]
                 return (
-                    f"{num_workers} more workers of {each:g} {name} each need {needed:g} {name}, {self.describe_room()}"
+                    f"{num_workers} more workers of {each:g} {name} each need {each * num_workers:g} {name}, "
+                    f"{self.describe_room()}"
                 )
+            time.sleep(FREED_POLL_S)
         return None
+
+    def _lacking(self, num_workers: int, there: Mapping[str, float]) -> str | None:
+        """The first resource of which so many workers need more than that."""
+        needed = self._factory.resources.items()
+        return next((name for name, each in needed if each * num_workers > there.get(name, 0.0)), None)
 
     def describe_room(self) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()

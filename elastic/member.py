@@ -122,7 +122,7 @@ class Member(Protocol):
 
 
 class WorkerSource(Protocol):
-    """Where workers come from. All calls return at once, or raise `MoerayError`."""
+    """Where workers come from. All calls but `lacks_room_for` return at once, or raise `MoerayError`."""
 
     def create(self, slot: int, incarnation: int, client: KeyPair) -> Member:
         """Begin to start this incarnation's process."""
@@ -131,7 +131,7 @@ class WorkerSource(Protocol):
         """The handle of a process that an earlier controller started; None if it is gone."""
 
     def lacks_room_for(self, num_workers: int) -> str | None:
-        """None if so many more workers can start now, else what they need and what is free."""
+        """None if so many more workers can start now, else what they need and what is free. May take seconds."""
 
     def describe_room(self) -> str:
         """What resources there are and what of them is free."""

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +36,12 @@ class Serve:
     """One `moeray serve` process. All processes below it carry a mark in their environment."""
 
     def __init__(
-        self, directory: Path, model: str | Path, *options: str, variables: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        model: str | Path,
+        *options: str,
+        variables: Mapping[str, str] | None = None,
+        module: str = "moeray.deploy.cli",
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.output_path = directory / f"serve-{self.mark[:6]}.txt"
@@ -53,7 +58,7 @@ class Serve:
         for name in [name for name in environment if name.startswith("RAY_")]:
             del environment[name]
         environment.update(variables or {})
-        command = [sys.executable, "-m", "moeray.deploy.cli", "serve", str(model), "--port", "0", *options]
+        command = [sys.executable, "-m", module, "serve", str(model), "--port", "0", *options]
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
@@ -111,11 +116,16 @@ class Serve:
 
     def own_processes(self) -> list[psutil.Process]:
         """moeray's own: supervisor, front end, controller, workers; Ray's helpers are not."""
-        return [
-            process
-            for process in self.processes()
-            if re.search(r"moeray\.deploy|ControllerActor|WorkerActor", " ".join(process.cmdline()))
-        ]
+        return self.processes_called(r"moeray\.deploy|ControllerActor|WorkerActor")
+
+    def processes_called(self, pattern: str) -> list[psutil.Process]:
+        """Those whose command line has the pattern; one that is about to end may be missing."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if re.search(pattern, " ".join(process.cmdline())):
+                    found.append(process)
+        return found
 
 
 @contextmanager
