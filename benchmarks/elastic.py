@@ -11,6 +11,7 @@ any operation. Prints Markdown.
 import argparse
 import asyncio
 import itertools
+import math
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ def walk_over_all_pairs(count: int) -> list[int]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    """Nearest rank."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 async def operations(arguments: argparse.Namespace, log: Path) -> None:
