@@ -2,10 +2,10 @@
 
     python -m benchmarks.elastic_idle --pairs 30
 
-A is a real deployment's workers: Ray actors under a controller that watches them, ready to scale, each with its lease
+A is a real deployment's workers: Ray actors under a controller that watches them, ready to scale, each with a lease
 and its ledger of steps. B are the same workers as plain processes that were put into a group by hand: no Ray, no
-controller. Both serve the demo model; the same client decodes the same sequences on one, then on the other. The share of
-a step that goes into looking for changes is measured beside it, by calling just that many times.
+controller. Both serve the demo model; the same client decodes the same sequences on one, then on the other. What of a
+step goes into looking for changes is measured beside it, by calling just that many times.
 """
 
 import argparse
