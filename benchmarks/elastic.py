@@ -24,6 +24,7 @@ from benchmarks.deployment import Deployment
 from benchmarks.streams import Load, Stream, longest_gap_s, now, reference, requests, wrong
 
 MAX_WORKERS = 4
+OWN_PROCESSES = ("moeray.deploy", "ray::ControllerActor", "ray::WorkerActor")
 
 
 def walk_over_all_pairs(count: int) -> list[int]:
@@ -113,12 +114,13 @@ async def start(arguments: argparse.Namespace, log: Path) -> None:
 
 
 def inventory(server: Deployment) -> dict[str, float]:
-    """What could leak: of the front end, controller and workers, which live through all cycles."""
-    counts = {"processes": 0.0, "threads": 0.0, "descriptors": 0.0, "MiB": 0.0}
+    """What could leak: of moeray's own processes (supervisor, front end, controller, workers), and Ray's descriptors."""
+    counts = {"processes": 0.0, "threads": 0.0, "descriptors": 0.0, "MiB": 0.0, "descriptors of Ray's daemons": 0.0}
     for process in server.processes():
         try:
             name = " ".join(process.cmdline())
-            if "moeray" not in name and "ray::" not in name:
+            if not any(own in name for own in OWN_PROCESSES):
+                counts["descriptors of Ray's daemons"] += process.num_fds()
                 continue
             with process.oneshot():
                 counts["processes"] += 1
