@@ -114,7 +114,7 @@ async def start(arguments: argparse.Namespace, log: Path) -> None:
 
 
 def inventory(server: Deployment) -> dict[str, float]:
-    """What could leak: of moeray's own processes (supervisor, front end, controller, workers), and Ray's descriptors."""
+    """What could leak of moeray's own processes (supervisor, front end, controller, workers), and Ray's descriptors."""
     counts = {"processes": 0.0, "threads": 0.0, "descriptors": 0.0, "MiB": 0.0, "descriptors of Ray's daemons": 0.0}
     for process in server.processes():
         try:
