@@ -7,6 +7,7 @@
     ├── not_in_time()         408 timeout_error: an operation was rolled back at its deadline
     ├── conflict()            409 conflict_error: another operation runs
     ├── too_large()           413 invalid_request_error
+    ├── not_json()            415 invalid_request_error: control takes bodies that say they are JSON
     ├── queue_full()          429 rate_limit_error with Retry-After
     ├── failed()              500 server_error: an operation was rolled back, or ended badly
     ├── unavailable()         503 server_error with Retry-After: starting, draining, failed, a worker was lost
@@ -82,6 +83,10 @@ def conflict(message: str, *, location: str) -> ApiError:
 
 def too_large(message: str) -> ApiError:
     return ApiError(413, message, kind="invalid_request_error", code="request_too_large")
+
+
+def not_json(message: str) -> ApiError:
+    return ApiError(415, message, kind="invalid_request_error", param="content-type", code="unsupported_media_type")
 
 
 def queue_full(message: str) -> ApiError:

@@ -139,6 +139,11 @@ class FrontEnd:
 
     # Life of a request
 
+    def max_sequences(self) -> int:
+        """The most that one request may have: what waits and what runs at once at the present size."""
+        num_serving = 0 if self.view is None else sum(member.rank is not None for member in self.view.members)
+        return self._settings.max_queue + num_serving * self._settings.max_inflight_per_worker
+
     def new_seq_id(self) -> str:
         """Unique over the life of the deployment, whatever request ids clients choose."""
         self._next_id += 1

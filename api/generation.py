@@ -63,12 +63,7 @@ class Generation:
         prompts = fields.prompts()
         if not prompts:
             raise invalid("prompt is empty, must have at least one token", param="prompt")
-        num_choices = len(prompts) * fields.num_choices
-        if num_choices > self._settings.max_choices:
-            raise invalid(
-                f"prompt and n ask for {num_choices} answers, must be at most {self._settings.max_choices}",
-                param="prompt",
-            )
+        self._check_num_answers(len(prompts), fields.num_choices)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         prompt_ids = await self._tokenizer.encode(texts) if texts else [p for p in prompts if isinstance(p, list)]
         limits = PromptLimits(prompt_field="prompt", default_max_tokens=COMPLETION_MAX_TOKENS)
@@ -89,6 +84,7 @@ class Generation:
         fields = parse(ChatRequest, await http.body())
         self.check_model(fields.model)
         self._front_end.require_model()
+        self._check_num_answers(1, fields.num_choices)
         if unread := sorted(set(fields.chat_template_kwargs or {}) - self._tokenizer.template_variables):
             message = f"chat_template_kwargs has {', '.join(unread)}, which this model's chat template does not read"
             raise invalid(message, param="chat_template_kwargs")
@@ -115,6 +111,18 @@ class Generation:
             raise not_found(
                 f"model is {name[:100]!r}, this server has {served!r}", param="model", code="model_not_found"
             )
+
+    def _check_num_answers(self, num_prompts: int, num_choices: int) -> None:
+        """Raises `ApiError` (400) for more than could be taken even if nothing else ran."""
+        num_answers, most = num_prompts * num_choices, self._front_end.max_sequences()
+        limit = min(self._settings.max_choices, most)
+        if num_answers <= limit:
+            return
+        asked = f"n is {num_choices}" if num_prompts == 1 else f"prompt and n ask for {num_answers} answers"
+        why = (
+            f" (those that run at once, and max_queue ({self._settings.max_queue}) that wait)" if limit == most else ""
+        )
+        raise invalid(f"{asked}, must be at most {limit}{why}", param="n" if num_prompts == 1 else "prompt")
 
     def _text_of(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from moeray.api.control import ControlClient
-from moeray.api.errors import ApiError, conflict, failed, invalid, not_found, not_in_time, unavailable
+from moeray.api.errors import ApiError, conflict, failed, invalid, not_found, not_in_time, not_json, unavailable
 from moeray.api.formats import encode_json
 from moeray.api.front_end import FrontEnd
 from moeray.api.parsing import parse
@@ -55,7 +55,7 @@ class Operations:
 
     async def scale(self, http: Request) -> Response:
         """Start an operation: 202 while it runs, 200 if it is over, as a repeated id's or one with nothing to do."""
-        fields = self._parse(ScaleFields, await http.body())
+        fields = await self._parse(ScaleFields, http)
         request = ScaleRequest(
             workers=fields.workers,
             retire=tuple(fields.retire or ()),
@@ -85,7 +85,7 @@ class Operations:
 
     async def scale_elastic_ep(self, http: Request) -> Response:
         """Scale and wait for the end. 400, 408 and 500 mean what they do in vLLM; the old size serves on then."""
-        fields = self._parse(ScaleElasticEPFields, await http.body())
+        fields = await self._parse(ScaleElasticEPFields, http)
         view = await self._end_of(await self._start(ScaleRequest(workers=fields.size), fields.size_field))
         self._front_end.on_operation(view)
         if view.outcome != "done":
@@ -159,10 +159,16 @@ class Operations:
 
     # Limits in words
 
-    def _parse(self, kind: type[FieldsT], body: bytes) -> FieldsT:
-        """As `parse`; what cannot even be a size or a list of slots is told the limits as well."""
+    async def _parse(self, kind: type[FieldsT], http: Request) -> FieldsT:
+        """As `parse`; what cannot even be a size or a list of slots is told the limits as well.
+
+        The body must be called JSON (415): a browser sends that from a page of another site only if it may.
+        """
+        content_type = http.headers.get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            raise not_json(f"content-type is {content_type[:100]!r}, must be application/json")
         try:
-            return parse(kind, body)
+            return parse(kind, await http.body())
         except ApiError as error:
             field = (error.param or "").partition(".")[0]
             if field not in ("workers", "retire", "new_data_parallel_size", "new_ep_size"):

@@ -1,5 +1,6 @@
 """From a body's bytes to a request, or to OpenAI's error that names the first field that is wrong."""
 
+import json
 import reprlib
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,8 +13,25 @@ from moeray.api.errors import ApiError, invalid
 # Listing them costs time, and beyond this the caller knows less by it anyway.
 MAX_PROBLEMS = 100
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+MAX_SHOWN = 60
+
+
+class _ShortJson(reprlib.Repr):
+    """Values in JSON's words, cut short before they are written out: they may be megabytes."""
+
+    def repr_bool(self, value: bool, _level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, _value: None, _level: int) -> str:
+        return "null"
+
+    def repr_str(self, value: str, _level: int) -> str:
+        shown = value if len(value) <= MAX_SHOWN else value[: MAX_SHOWN - 3] + "..."
+        return json.dumps(shown, ensure_ascii=False)
+
+
+_SHORT = _ShortJson()
+_SHORT.maxother = _SHORT.maxlong = MAX_SHOWN
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
@@ -44,18 +62,13 @@ def _refusal(problems: list[ErrorDetails]) -> ApiError:
     if explain is not None:
         return invalid(f"{param} {explain(problem)}", param=param, code=_CODES.get(kind, "invalid_value"))
     text = problem["msg"][:1].lower() + problem["msg"][1:]
-    return invalid(f"{param} is {_shown(problem['input'])}: {text}", param=param)
+    return invalid(f"{param} is {_SHORT.repr(problem['input'])}: {text}", param=param)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
     """`messages.0.content`; names of union branches, which pydantic puts into the path, are left out."""
     steps = [str(step) for step in loc]
     return ".".join(step for step in steps if step.isidentifier() or step.isdigit()) or "body"
-
-
-def _shown(value: object) -> str:
-    """The value, cut short before it is written out: it may be megabytes."""
-    return _SHORT.repr(value)
 
 
 _CODES = {"extra_forbidden": "unknown_parameter", "unsupported": "unsupported_parameter"}
@@ -65,5 +78,5 @@ _EXPLANATIONS: dict[str, Callable[[ErrorDetails], str]] = {
     "unsupported": lambda problem: problem["msg"],
     "keys": lambda problem: problem["msg"],
     "size": lambda problem: problem["msg"],
-    "range": lambda problem: f"is {_shown(problem['input'])}, {problem['msg']}",
+    "range": lambda problem: f"is {_SHORT.repr(problem['input'])}, {problem['msg']}",
 }

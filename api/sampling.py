@@ -69,12 +69,18 @@ def _or(value: float | None, default: float) -> float:
 def _max_tokens(fields: SamplingFields, num_prompt_tokens: int, model: ModelView, limits: PromptLimits) -> int:
     asked = getattr(fields, fields.limit_field)
     room = model.max_model_len - num_prompt_tokens
-    if room < (asked or 1):
-        param = fields.limit_field if asked is not None and room >= 1 else limits.prompt_field
+    if asked is None and room < 1:
         raise invalid(
-            f"{limits.prompt_field} has {num_prompt_tokens} tokens and {fields.limit_field} is {asked or 1}, "
-            f"together {num_prompt_tokens + (asked or 1)}, must be at most {model.max_model_len} (max_model_len)",
-            param=param,
+            f"{limits.prompt_field} has {num_prompt_tokens} tokens, must be at most {model.max_model_len - 1}: "
+            f"one less than max_model_len ({model.max_model_len})",
+            param=limits.prompt_field,
+            code="context_length_exceeded",
+        )
+    if asked is not None and room < asked:
+        raise invalid(
+            f"{limits.prompt_field} has {num_prompt_tokens} tokens and {fields.limit_field} is {asked}, "
+            f"together {num_prompt_tokens + asked}, must be at most {model.max_model_len} (max_model_len)",
+            param=fields.limit_field if room >= 1 else limits.prompt_field,
             code="context_length_exceeded",
         )
     if asked is not None:

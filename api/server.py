@@ -44,6 +44,7 @@ def create_app(settings: ServerSettings, control: ControlClient, *, link_factory
         title="moeray",
         version=moeray.__version__,
         lifespan=lifespan,
+        redirect_slashes=False,
         # The handlers read bodies themselves, so a generated description would be empty; the docs page needs
         # a CDN.
         openapi_url=None,

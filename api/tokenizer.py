@@ -139,26 +139,37 @@ def _load_template(folder: Path) -> ChatTemplate | None:
             config = json.loads(config_path.read_text("utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{config_path} is no JSON: {error}") from error
-    source = _template_source(folder, config)
-    if source is None:
-        return None
-    tokens = {name: _token_content(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{config_path} is no JSON object")
     try:
+        source = _template_source(folder, config)
+        if source is None:
+            return None
+        tokens = {name: _token_content(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
         return ChatTemplate(source, tokens)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The file wins over the config, as in transformers; of several named templates the default one."""
+    """The file wins over the config, as in transformers; of several named templates the default one.
+
+    Raises `ValueError` for what is no text.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
+        try:
+            return path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path.name} is no UTF-8: {error}") from error
     source = config.get("chat_template")
     if isinstance(source, list):
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if source is not None and not isinstance(source, str):
+        raise ValueError("chat_template is no text")
     return source
 
 
 def _token_content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+from moeray.api.tokenizer import Tokenizer
 from moeray.comm.errors import CheckpointError
 from moeray.deploy.config import DEMO
 from moeray.worker.models.config import DecoderConfig
@@ -55,8 +56,7 @@ def inspect(path: Path) -> DecoderConfig:
     for shard in _shards(path):
         if not (path / shard).is_file():
             raise CheckpointError(f"{path}: {shard} is missing")
-    if not (path / "tokenizer.json").is_file():
-        raise CheckpointError(f"{path}: tokenizer.json is missing")
+    Tokenizer.load(str(path))
     return config
 
 

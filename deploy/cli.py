@@ -30,8 +30,12 @@ ApiKey = Annotated[str | None, typer.Option(envvar="MOERAY_API_KEY", help="Key t
 AdminKey = Annotated[str | None, typer.Option(envvar="MOERAY_ADMIN_KEY", help="Key that guards control.")]
 
 
-def _fail(message: object) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]moeray:[/] {_plain(message)}", highlight=False)
+def _fail(message: object, context: typer.Context) -> NoReturn:
+    """End with one line, in which options have the names that the user typed."""
+    from moeray.deploy.options import in_typed_names, typed_names
+
+    text = _plain(in_typed_names(str(message), typed_names(context)))
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]moeray:[/] {text}", highlight=False)
     raise typer.Exit(1)
 
 
@@ -43,6 +47,7 @@ def _plain(message: object) -> str:
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="demo, a directory, or a hub name (owner/name).")] = "demo",
     workers: Annotated[int, typer.Option(help="Workers to start with.")] = 1,
     spares: Annotated[int, typer.Option(help="Further workers that wait, loaded, and join in under a second.")] = 0,
@@ -75,7 +80,7 @@ def serve(
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal prompt beginnings.")] = True,
     max_queue: Annotated[int, typer.Option(help="Most requests that wait; more get 429.")] = 1024,
     threads: Annotated[int, typer.Option(help="Threads of each worker's kernels.")] = 1,
-    cpus_per_worker: Annotated[float | None, typer.Option(help="Ray CPUs that a worker takes.")] = None,
+    cpus_per_worker: Annotated[float | None, typer.Option(help="Ray CPUs that a worker takes of a cluster.")] = None,
     gpus_per_worker: Annotated[float | None, typer.Option(help="Ray GPUs that a worker takes.")] = None,
     start_timeout_s: Annotated[float, typer.Option(help="Deadline for loading the weights.")] = 600.0,
     drain_timeout_s: Annotated[float, typer.Option(help="How long running requests may take at the end.")] = 30.0,
@@ -120,11 +125,12 @@ def serve(
             console.print(f"[yellow]Anybody who reaches {host} can use this server: --api-key guards it.[/]")
         supervisor.run(supervisor.make_plan(config), console)
     except (MoerayError, ValueError) as error:
-        _fail(error)
+        _fail(error, context)
 
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
@@ -146,25 +152,26 @@ def generate(
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
-    except MoerayError as error:
-        _fail(error)
+    except (MoerayError, ValueError) as error:
+        _fail(error, context)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
 @app.command()
-def status(url: Url = DEFAULT_URL, api_key: ApiKey = None, admin_key: AdminKey = None) -> None:
+def status(context: typer.Context, url: Url = DEFAULT_URL, api_key: ApiKey = None, admin_key: AdminKey = None) -> None:
     """Show what a running server serves, and who its workers are."""
     from moeray.deploy import client
 
     try:
         Console().print(client.status_table(client.status(url, api_key=api_key, admin_key=admin_key)))
-    except MoerayError as error:
-        _fail(error)
+    except (MoerayError, ValueError) as error:
+        _fail(error, context)
 
 
 @app.command()
 def scale(
+    context: typer.Context,
     workers: Annotated[int | None, typer.Argument(metavar="[N]", help="How many workers shall serve.")] = None,
     retire: Annotated[list[int] | None, typer.Option(help="A slot that leaves; may be repeated.")] = None,
     deadline_s: Annotated[float | None, typer.Option(help="Roll back if it has not switched by then.")] = None,
@@ -181,18 +188,19 @@ def scale(
             url, workers=workers, retire=retire or (), deadline_s=deadline_s, admin_key=admin_key
         )
         if not follow:
-            console.print(f"operation {operation['operation_id']}: {url}/operations/{operation['operation_id']}")
+            operation_id = operation["operation_id"]
+            console.print(f"operation {operation_id}: {url}/operations/{operation_id}", soft_wrap=True)
             return
         with scale_command.ScaleProgress(console) as progress:
             operation = scale_command.follow(url, operation, progress.show, admin_key=admin_key)
-    except MoerayError as error:
-        _fail(error)
+    except (MoerayError, ValueError) as error:
+        _fail(error, context)
     except KeyboardInterrupt:
         console.print("The operation goes on without us.")
         raise typer.Exit(130) from None
     console.print(scale_command.summary(operation), soft_wrap=True)
     if operation["outcome"] != "done":
-        _fail(f"{operation['outcome']}: {operation['reason']}")
+        _fail(f"{operation['outcome']}: {operation['reason']}", context)
 
 
 @app.command()
@@ -203,6 +211,7 @@ def version() -> None:
 
 @cluster_app.command("start")
 def cluster_start(
+    context: typer.Context,
     head: Annotated[bool, typer.Option("--head", help="Start a new cluster here.")] = False,
     join: Annotated[str | None, typer.Option(help="Join the cluster whose head is at host:port.")] = None,
     port: Annotated[int, typer.Option(help="Port of the head.")] = 6379,
@@ -230,7 +239,7 @@ def cluster_start(
         )
         token = cluster.start_node(config)
     except (MoerayError, ValueError) as error:
-        _fail(error)
+        _fail(error, context)
     if join is not None:
         console.print(f"This node is in the cluster of {join}.")
         return
@@ -243,6 +252,7 @@ def cluster_start(
 
 @cluster_app.command("stop")
 def cluster_stop(
+    context: typer.Context,
     name: Annotated[str, typer.Option(help="Tells clusters on one host apart.")] = "moeray",
 ) -> None:
     """End the Ray that `moeray cluster start` started on this node."""
@@ -251,7 +261,7 @@ def cluster_stop(
     try:
         count = cluster.stop_node(name)
     except ValueError as error:
-        _fail(error)
+        _fail(error, context)
     Console().print(f"{count} processes ended." if count else "Nothing runs here under this name.")
 
 

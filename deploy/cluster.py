@@ -7,6 +7,7 @@ All nodes of a cluster share a token. The head makes it; it reaches the other no
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from moeray.deploy.processes import descendants, end_processes
 DEFAULT_PORT = 6379
 OBJECT_STORE_BYTES = 100 << 20
 START_TIMEOUT_S = 120.0
+# Ray itself tries for minutes, and cannot be interrupted meanwhile.
+CONNECT_TIMEOUT_S = 3.0
 
 
 def default_token_path() -> Path:
@@ -133,8 +136,24 @@ def _is_of(process: psutil.Process, mark: str) -> bool:
         return False
 
 
+def check_answers(address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    """Raises `StartupError` if nothing listens at host:port, or does not answer in time."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise StartupError(f"ray_address is {address!r}, must be host:port or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except TimeoutError:
+        raise StartupError(f"no way to Ray at {address}: no answer within {timeout_s:g} s") from None
+    except (OSError, UnicodeError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise StartupError(f"no way to Ray at {address}: {reason}") from error
+
+
 def connect(address: str, *, namespace: str) -> str:
     """Connect this process to a running cluster, of which this host is a node. Raises `StartupError`."""
+    if address != "auto":
+        check_answers(address)
     for name, value in RAY_QUIET.items():
         if name != "RAY_AUTH_MODE":  # the cluster's own mode counts
             os.environ.setdefault(name, value)

@@ -1,6 +1,8 @@
 """What `moeray serve` was asked for: one frozen value, checked before anything starts."""
 
 import ipaddress
+import math
+import os
 from dataclasses import dataclass
 
 from moeray.api.settings import ServerSettings
@@ -9,6 +11,11 @@ from moeray.elastic.startup import StartDeadlines
 from moeray.worker.config import WorkerConfig
 
 DEMO = "demo"
+
+
+def num_usable_cpus() -> int:
+    """The CPUs on which processes of this machine may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,12 @@ class ServeConfig:
     orphan_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError(f"model is {self.model!r}, must be {DEMO}, a directory or a hub name (owner/name)")
+        if self.served_model_name == "":
+            raise ValueError("served_model_name is '', must have at least one character")
+        if not self.host:
+            raise ValueError("host is '', must be an address to listen on")
         if self.workers < 1:
             raise ValueError(f"workers is {self.workers}, must be at least 1")
         if self.max_workers is not None and self.max_workers < self.workers:
@@ -63,6 +76,8 @@ class ServeConfig:
             raise ValueError(f"port is {self.port}, must be from 0 to 65535")
         if not self.deployment.replace("-", "").replace("_", "").isalnum():
             raise ValueError(f"deployment is {self.deployment!r}, must be letters, digits, '-' and '_'")
+        if self.ray_address is None:
+            self._check_embedded()
         if self.beyond_loopback and self.admin_key is None:
             raise ValueError(f"host is {self.host!r}, beyond loopback: admin_key must be given, it guards control")
         for name, number in (
@@ -70,15 +85,25 @@ class ServeConfig:
             ("start_timeout_s", self.start_timeout_s),
             ("orphan_timeout_s", self.orphan_timeout_s),
         ):
-            if number is not None and not number > 0:
-                raise ValueError(f"{name} is {number}, must be more than 0")
+            if number is not None and not 0 < number < math.inf:
+                raise ValueError(f"{name} is {number}, must be more than 0 and finite")
         for name, number in (
             ("drain_timeout_s", self.drain_timeout_s),
             ("cpus_per_worker", self.cpus_per_worker),
             ("gpus_per_worker", self.gpus_per_worker),
         ):
-            if number is not None and not number >= 0:
-                raise ValueError(f"{name} is {number}, must be at least 0")
+            if number is not None and not 0 <= number < math.inf:
+                raise ValueError(f"{name} is {number}, must be at least 0 and finite")
+
+    def _check_embedded(self) -> None:
+        """What an embedded Ray cannot give: it is on this machine alone, and counts no CPUs."""
+        if self.threads > (limit := num_usable_cpus()):
+            raise ValueError(f"threads is {self.threads}, must be at most {limit}, the CPUs of this machine")
+        if self.cpus_per_worker:
+            raise ValueError(
+                f"cpus_per_worker is {self.cpus_per_worker:g}, is for a cluster only (ray_address): "
+                "the embedded Ray counts no CPUs, threads is how many a worker uses"
+            )
 
     @property
     def beyond_loopback(self) -> bool:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 from rich.console import Console, Group
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from moeray.deploy.client import ServerError, error_message, http_client
-from moeray.elastic.view import PHASES
+from moeray.deploy.client import ServerError, bearer, connect
+from moeray.elastic.view import PHASES, OperationView
 
 POLL_S = 0.1
 # An operation's own deadline counts until the switch; then leavers end.
@@ -19,6 +20,7 @@ AFTER_SWITCH_S = 120.0
 MIB = 1 << 20
 
 Operation = Mapping[str, Any]
+OPERATION_FIELDS = tuple(field.name for field in msgspec.structs.fields(OperationView))
 
 
 def check_both(workers: int, retire: Sequence[int], topology: Mapping[str, Any]) -> None:
@@ -35,27 +37,26 @@ def check_both(workers: int, retire: Sequence[int], topology: Mapping[str, Any])
 def start(
     url: str, *, workers: int | None, retire: Sequence[int], deadline_s: float | None, admin_key: str | None
 ) -> Operation:
-    """Begin an operation. Raises `ServerError` with the server's reason if it is refused."""
+    """Begin an operation. Raises `ServerError` with the server's reason if it is refused.
+
+    `ValueError` names the option if nothing is asked for, or what is asked cannot be sent.
+    """
+    if workers is None and not retire:
+        raise ValueError("neither N nor --retire is given: say how many workers shall serve, or which slot leaves")
     body: dict[str, Any] = {"workers": workers, "retire": list(retire) or None, "deadline_s": deadline_s}
-    with http_client(url, admin_key) as client:
+    with connect(url, bearer("admin_key", admin_key)) as server:
         if workers is not None and retire:
-            topology = client.get("/topology")
-            if topology.status_code != 200:
-                raise ServerError(error_message(topology.content))
-            check_both(workers, retire, topology.json())
+            check_both(workers, retire, server.get("/topology", "members"))
             body["workers"] = None
-        answer = client.post("/scale", json={name: value for name, value in body.items() if value is not None})
-    if answer.status_code not in (200, 202):
-        raise ServerError(error_message(answer.content))
-    operation: Operation = answer.json()
-    return operation
+        given = {name: value for name, value in body.items() if value is not None}
+        return server.post("/scale", given, *OPERATION_FIELDS)
 
 
 def follow(url: str, operation: Operation, show: Callable[[Operation], None], *, admin_key: str | None) -> Operation:
     """Show the operation until it is over, and return it. Raises `ServerError`, also if it does not end in time."""
     path = f"/operations/{operation['operation_id']}"
     deadline = time.monotonic() + operation["deadline_s"] + AFTER_SWITCH_S
-    with http_client(url, admin_key) as client:
+    with connect(url, bearer("admin_key", admin_key)) as server:
         while True:
             show(operation)
             if operation["outcome"] is not None:
@@ -63,10 +64,7 @@ def follow(url: str, operation: Operation, show: Callable[[Operation], None], *,
             if time.monotonic() > deadline:
                 raise ServerError(f"operation {operation['operation_id']} is still {operation['phase']}: {url}{path}")
             time.sleep(POLL_S)
-            answer = client.get(path)
-            if answer.status_code != 200:
-                raise ServerError(error_message(answer.content))
-            operation = answer.json()
+            operation = server.get(path, *OPERATION_FIELDS)
 
 
 class ScaleProgress:

@@ -55,6 +55,9 @@ def make_plan(config: ServeConfig) -> Plan:
     """Check the checkpoint, and all options against it. Raises `CheckpointError` or `ValueError`."""
     path = checkpoint.resolve(config.model)
     decoder = checkpoint.inspect(path)
+    limit = decoder.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"max_model_len is {config.max_model_len}, must be at most the checkpoint's {limit}")
     worker = config.worker_config(model_path=str(path), num_experts=decoder.num_experts)
     controller = config.controller_config(worker, num_layers=decoder.num_moe_layers, num_experts=decoder.num_experts)
     return Plan(

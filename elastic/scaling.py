@@ -45,7 +45,7 @@ def check_types(request: ScaleRequest) -> None:
     if request.workers is not None and type(request.workers) is not int:
         raise ValueError(f"workers is {request.workers!r}, must be an integer")
     if any(type(slot) is not int for slot in request.retire):
-        raise ValueError(f"retire is {request.retire!r}, must be integers")
+        raise ValueError(f"retire is {list(request.retire)}, must be integers")
     if request.operation_id is not None and not 1 <= len(request.operation_id) <= MAX_OPERATION_ID:
         raise ValueError(
             f"operation_id has {len(request.operation_id)} characters, must have from 1 to {MAX_OPERATION_ID}"
@@ -61,21 +61,21 @@ def plan_scale(request: ScaleRequest, serving: tuple[int, ...], limits: ScaleLim
     if request.workers is None and not retire:
         raise ValueError("workers or retire must be given")
     if len(retire) != len(request.retire):
-        raise ValueError(f"retire is {request.retire}, must name each slot once")
+        raise ValueError(f"retire is {list(request.retire)}, must name each slot once")
     if unknown := sorted(retire - set(serving)):
         raise ValueError(f"retire names slot {unknown[0]}, must be of the serving slots {sorted(serving)}")
     remaining = sorted(set(serving) - retire)
     if request.workers is None:
-        limits.check(len(remaining), f"retire is {request.retire}, which leaves {len(remaining)}")
+        limits.check(len(remaining), f"retire is {list(request.retire)}, which leaves {len(remaining)}")
         return ScalePlan(stayers=tuple(remaining), leavers=tuple(sorted(retire)), num_joiners=0)
     limits.check(request.workers, f"workers is {request.workers}")
     stayers = tuple(remaining[: request.workers])
     if not stayers:
-        raise ValueError(f"retire is {request.retire}, must leave one of the serving slots {sorted(serving)}")
+        raise ValueError(f"retire is {list(request.retire)}, must leave one of the serving slots {sorted(serving)}")
     joining = request.workers - len(stayers)
     if len(serving) + joining > limits.max_workers:
         raise ValueError(
-            f"workers is {request.workers} and retire is {request.retire}: {joining} would join the {len(serving)} "
-            f"that serve before any leaves, must be at most {limits.max_workers} at a time (max_workers)"
+            f"workers is {request.workers} and retire is {list(request.retire)}: {joining} would join the "
+            f"{len(serving)} that serve before any leaves, must be at most {limits.max_workers} at a time (max_workers)"
         )
     return ScalePlan(stayers=stayers, leavers=tuple(sorted(set(serving) - set(stayers))), num_joiners=joining)

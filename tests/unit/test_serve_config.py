@@ -1,7 +1,9 @@
 """The options of `moeray serve`: defaults, limits, and what each part is told."""
 
+import contextlib
 import dataclasses
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 
 from moeray.comm.errors import CheckpointError, StartupError
 from moeray.deploy import checkpoint, ports
-from moeray.deploy.cluster import NodeConfig
-from moeray.deploy.config import ServeConfig
+from moeray.deploy.cluster import NodeConfig, check_answers
+from moeray.deploy.config import ServeConfig, num_usable_cpus
 from moeray.deploy.environment import worker_variables
+from moeray.deploy.options import in_typed_names
+from moeray.deploy.supervisor import make_plan
 
-ROOT = Path(__file__).resolve().parents[2]
+DEMO_PATH = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "model"
 
 
 def config(**changes: Any) -> ServeConfig:
@@ -48,6 +52,13 @@ def test_seats_follow_the_fewest_workers(options: dict[str, Any], most: int, few
         ({"kv_cache_gib": 0.0}, "kv_cache_gib is 0.0, must be more than 0"),
         ({"drain_timeout_s": -1.0}, "drain_timeout_s is -1.0, must be at least 0"),
         ({"gpus_per_worker": -1.0}, "gpus_per_worker is -1.0"),
+        ({"kv_cache_gib": float("inf")}, "kv_cache_gib is inf, must be more than 0 and finite"),
+        ({"drain_timeout_s": float("nan")}, "drain_timeout_s is nan, must be at least 0"),
+        ({"threads": 10_000}, f"threads is 10000, must be at most {num_usable_cpus()}"),
+        ({"cpus_per_worker": 2.0}, "cpus_per_worker is 2, is for a cluster only"),
+        ({"served_model_name": ""}, "served_model_name is ''"),
+        ({"model": ""}, "model is ''"),
+        ({"host": ""}, "host is ''"),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
@@ -59,6 +70,26 @@ def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> 
 def test_unknown_choices_are_named_with_the_known_ones(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 'odd', must be one of"):
         config(**{field: "odd"}).worker_config(model_path="m", num_experts=4)
+
+
+def test_a_clusters_nodes_may_have_more_than_this_machine() -> None:
+    assert config(ray_address="auto", threads=10_000, cpus_per_worker=2.0).worker_cpus == 2.0
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("max_workers is 2, must be at least workers (3)", "--max-workers is 2, must be at least N (3)"),
+        ("must be from 1 to 4 workers (max_workers)", "must be from 1 to 4 workers (--max-workers)"),
+        ("num_threads is 0", "--threads is 0"),
+        ("served_name is ''", "served_name is ''"),
+        ("deployment is 'max_workers', of /a/max_workers", "deployment is 'max_workers', of /a/max_workers"),
+        ("--workers is 0, 3 workers wait, the workers end", "--workers is 0, 3 workers wait, the workers end"),
+    ],
+)
+def test_fields_are_told_as_they_were_typed(message: str, told: str) -> None:
+    names = {"workers": "N", "max_workers": "--max-workers", "threads": "--threads"}
+    assert in_typed_names(message, names) == told
 
 
 def test_resources_of_a_worker() -> None:
@@ -108,9 +139,8 @@ def test_an_unknown_host_is_named() -> None:
 
 def checkpoint_at(path: Path, *, shards: tuple[str, ...] = ("model.safetensors",)) -> Path:
     path.mkdir()
-    demo = json.loads((ROOT / "deploy" / "demo" / "model" / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(demo))
-    (path / "tokenizer.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (path / name).write_bytes((DEMO_PATH / name).read_bytes())
     for shard in shards:
         (path / shard).touch()
     return path
@@ -135,6 +165,23 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
         checkpoint.inspect(path)
 
 
+def test_broken_text_files_are_named_before_anything_starts(tmp_path: Path) -> None:
+    path = checkpoint_at(tmp_path / "m")
+    (path / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
+    with pytest.raises(CheckpointError, match="chat_template does not compile"):
+        checkpoint.inspect(path)
+    (path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        checkpoint.inspect(path)
+
+
+def test_a_length_beyond_the_checkpoints_is_known_before_anything_starts() -> None:
+    limit = checkpoint.inspect(DEMO_PATH).max_position_embeddings
+    assert make_plan(config(max_model_len=limit)).controller.num_workers == 1
+    with pytest.raises(ValueError, match=f"max_model_len is {limit + 1}, must be at most the checkpoint's {limit}"):
+        make_plan(config(max_model_len=limit + 1))
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     path = checkpoint_at(tmp_path / "m", shards=("a.safetensors",))
     weight_map = {"x": "a.safetensors", "y": "b.safetensors"}
@@ -157,6 +204,32 @@ def test_a_hub_name_without_a_way_to_the_hub(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="nobody/nothing: no such directory, not in the hub's cache"):
         checkpoint.resolve("nobody/nothing")
+
+
+@pytest.mark.parametrize("address", ["nohost", ":6379", "host:", "host:port", "host:0", "host:65536", "local"])
+def test_an_address_of_ray_is_host_and_port(address: str) -> None:
+    with pytest.raises(StartupError, match=f"ray_address is '{address}', must be host:port or auto"):
+        check_answers(address)
+
+
+def test_an_address_where_nothing_listens_is_known_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        check_answers(address)
+    with pytest.raises(StartupError, match=f"no way to Ray at {address}: connection refused"):
+        check_answers(address)
+    with pytest.raises(StartupError, match=r"no way to Ray at 256\.0\.0\.1:1"):
+        check_answers("256.0.0.1:1")
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as stack:
+        for _ in range(4):  # what is beyond the backlog gets no answer
+            full = stack.enter_context(socket.socket())
+            full.setblocking(False)
+            full.connect_ex(listener.getsockname())
+        with pytest.raises(StartupError, match=r"no answer within 0\.2 s"):
+            check_answers(f"127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.2)
 
 
 def test_node_commands() -> None:

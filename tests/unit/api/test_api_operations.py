@@ -14,6 +14,7 @@ from moeray.deploy.control import RayControl
 from moeray.elastic.view import ScaleRequest
 
 ALL_PHASES = ("provisioning", "connecting", "transferring", "ready", "switched", "retired")
+JSON_BODY = {"content-type": "application/json"}
 GREEDY: dict[str, Any] = {"prompt": "the quick brown fox", "temperature": 0, "ignore_eos": True}
 
 
@@ -139,8 +140,38 @@ def test_other_fields_are_refused_by_name(server: Any, body: dict[str, Any], wor
 def test_bodies_that_are_no_object(server: Any) -> None:
     for path in ("/scale", "/scale_elastic_ep"):
         for content in (b"", b"[]", b"3", b"{"):
-            answer = httpx.post(server.url + path, content=content, timeout=10)
+            answer = httpx.post(server.url + path, content=content, headers=JSON_BODY, timeout=10)
             assert message_of(answer, 400)
+
+
+@pytest.mark.parametrize("path", ["/scale", "/scale_elastic_ep"])
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
+def test_a_page_of_another_site_cannot_change_the_size(server: Any, path: str, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = httpx.post(server.url + path, content=b'{"workers": 3}', headers=headers, timeout=10)
+    assert "must be application/json" in message_of(answer, 415)
+    assert answer.json()["error"]["code"] == "unsupported_media_type"
+    assert not server.control.history
+
+
+def test_the_kind_of_a_body_may_have_parameters(server: Any) -> None:
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    answer = httpx.post(server.url + "/scale", content=b'{"workers": 9}', headers=headers, timeout=10)
+    assert "workers is 9" in message_of(answer, 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"retire": [0, 0]}, "retire is [0, 0], must name each slot once"),
+        ({"retire": [0, 1]}, "retire is [0, 1], which leaves 0"),
+        ({"workers": True}, "workers is true"),
+        ({"workers": "3"}, 'workers is "3"'),
+        ({"workers": {"n": None}}, 'workers is {"n": null}'),
+    ],
+)
+def test_values_are_shown_as_json(server: Any, body: dict[str, Any], words: str) -> None:
+    assert words in message_of(server.post("/scale", body), 400)
 
 
 def test_control_needs_the_admin_key(start_server: Any) -> None:

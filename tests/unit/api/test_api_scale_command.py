@@ -81,11 +81,11 @@ def test_a_size_beside_slots_must_be_what_is_left(start_server: Any, run: Run) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["9"], "workers is 9, must be from 1 to 4"),
-        (["0"], "workers is 0, must be from 1 to 4"),
+        (["9"], "N is 9, must be from 1 to 4"),
+        (["0"], "N is 0, must be from 1 to 4"),
         (["--retire", "7"], "[0, 1]"),
-        ([], "exactly one must be"),
-        (["3", "--deadline-s", "0"], "deadline_s is 0"),
+        ([], "neither N nor --retire is given"),
+        (["3", "--deadline-s", "0"], "--deadline-s is 0"),
     ],
 )
 def test_what_the_server_refuses_is_told(server: Any, run: Run, arguments: list[str], words: str) -> None:

@@ -154,9 +154,28 @@ def test_status_endpoints(server: Any) -> None:
     assert "moeray_front_end_added_seconds_count" in text
 
 
+def test_head_answers_as_get_does(start_server: Any) -> None:
+    for state, status in (("serving", 200), ("starting", 503)):
+        server = start_server(1, state=state)
+        for path in ("/health", "/ready"):
+            answer = httpx.head(server.url + path, timeout=10)
+            assert (answer.status_code, answer.content) == (status, b"")
+
+
+def test_a_prompt_that_is_too_long_is_told_without_what_was_not_sent(server: Any) -> None:
+    body: dict[str, Any] = {"input_ids": [1] * 300}
+    error = server.post("/generate", body).json()["error"]
+    assert (error["param"], error["code"]) == ("input_ids", "context_length_exceeded")
+    assert "300 tokens, must be at most 255" in error["message"]
+    assert "max_tokens" not in error["message"]
+    assert "max_tokens is 5" in server.post("/generate", {**body, "max_tokens": 5}).json()["error"]["message"]
+
+
 def test_unknown_paths_and_methods_have_openai_bodies(server: Any) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404),
+        ("GET", "/health/", 404),
+        ("POST", "/generate/", 404),
         ("GET", "/generate", 405),
         ("DELETE", "/health", 405),
     ):
@@ -295,8 +314,16 @@ def test_full_queue_is_429_and_waiting_requests_run_in_order(start_server: Any) 
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
-        too_many = server.post("/v1/completions", {"prompt": "a", "n": 4})
+        too_many = server.post("/v1/completions", {"prompt": "a", "n": 3})
         assert too_many.status_code == 429
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            never = server.post(path, {**prompt, "n": 4})
+            assert never.status_code == 400
+            assert never.json()["error"]["param"] == "n"
+            assert "n is 4, must be at most 3" in never.json()["error"]["message"]
         worker.is_paused = False
         assert {answer.result().status_code for answer in answers} == {200}
     submits = [message for message in worker.received if isinstance(message, Submit)]

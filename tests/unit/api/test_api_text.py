@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -162,6 +163,23 @@ def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.load(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer_config.json", "{", "is no JSON"),
+        ("tokenizer_config.json", "[]", "is no JSON object"),
+        ("tokenizer_config.json", '{"chat_template": 7}', "chat_template is no text"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat_template does not compile"),
+        ("chat_template.jinja", "\udcff", "chat_template.jinja is no UTF-8"),
+    ],
+)
+def test_a_broken_template_is_named(model_path: Path, tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((model_path / "tokenizer.json").read_bytes())
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=re.escape(words)):
         Tokenizer.load(str(tmp_path))
 
 
