@@ -2,6 +2,7 @@
 
     python -m benchmarks.elastic operations     20 operations between 1 and 4 workers under 16 streams
     python -m benchmarks.elastic start          how fast a worker joins, from a warm spare and cold
+    python -m benchmarks.elastic rollbacks      20 scales up that fail: the joiner killed, stopped, or too late
     python -m benchmarks.elastic cycles         50 cycles of up and down; memory, threads, descriptors, processes
 
 All on the demo model, real processes, clients over HTTP. Every stream is compared token by token with a run without
@@ -12,8 +13,10 @@ import argparse
 import asyncio
 import itertools
 import math
+import signal
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from benchmarks.deployment import Deployment
 from benchmarks.streams import Load, Stream, longest_gap_s, now, reference, requests, wrong
 
 MAX_WORKERS = 4
+JOINER_S = 30.0
 OWN_PROCESSES = ("moeray.deploy", "ray::ControllerActor", "ray::WorkerActor")
 
 
@@ -113,6 +117,62 @@ async def start(arguments: argparse.Namespace, log: Path) -> None:
             print(f"- {'warm spare' if spares else 'cold'}: median {statistics.median(seconds):.2f} s\n")
 
 
+def joiner_of(server: Deployment, known: set[int]) -> psutil.Process:
+    """The process of a worker that was not there before; waits for it."""
+    end = time.monotonic() + JOINER_S
+    while time.monotonic() < end:
+        for process in server.processes():
+            if process.pid not in known and "ray::WorkerActor" in " ".join(process.cmdline()):
+                return process
+        time.sleep(0.02)
+    raise RuntimeError(f"no joiner within {JOINER_S} s")
+
+
+def fail_one(server: Deployment, how: str) -> dict[str, Any]:
+    """Start a scale up, spoil it, and wait for its end."""
+    known = {process.pid for process in server.processes()}
+    operation: dict[str, Any] = server.post("/scale", {"workers": 3, "deadline_s": 1.0 if how == "late" else 5.0})
+    if how != "late":
+        joiner = joiner_of(server, known)
+        joiner.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    end = time.monotonic() + JOINER_S
+    while operation["outcome"] is None and time.monotonic() < end:
+        time.sleep(0.02)
+        operation = server.get(f"/operations/{operation['operation_id']}")
+    return operation
+
+
+async def rollbacks(arguments: argparse.Namespace, log: Path) -> None:
+    """Bar: each is rolled back, p95 of the longest client gap <= max(5 S, 250 ms), and the next scale works."""
+    with Deployment("demo", ["--workers", "2", "--max-workers", "4"], log) as server:
+        bodies = requests(arguments.streams, arguments.tokens)
+        expected = await reference(server.url, bodies)
+        load = Load(server.url, bodies)
+        load.start()
+        await asyncio.sleep(2.0)
+        events: list[tuple[str, float, float, str]] = []
+        for how in itertools.islice(itertools.cycle(["killed", "stopped", "late"]), arguments.operations):
+            started = now()
+            operation = await asyncio.to_thread(fail_one, server, how)
+            if operation["outcome"] != "rolled_back":
+                raise RuntimeError(f"a {how} joiner's operation is {operation['outcome']}: {operation}")
+            events.append((how, started, now(), operation["phases"][-2]["name"]))
+        following = await asyncio.to_thread(server.scale, workers=3)
+        streams = await load.stop()
+    longest = [longest_gap_s(streams, started, ended) for _, started, ended, _ in events]
+    step_s = statistics.median(gap for stream in streams for _, gap in stream.gaps())
+    for how in ("killed", "stopped", "late"):
+        gaps = [gap for gap, event in zip(longest, events, strict=True) if event[0] == how]
+        phases = sorted({event[3] for event in events if event[0] == how})
+        print(f"- {how} in {', '.join(phases)}: {len(gaps)} events, longest gap up to {max(gaps) * 1e3:.0f} ms")
+    failed, changed = wrong(streams, expected)
+    print(
+        f"\n{len(events)} rollbacks, {len(streams)} streams: {failed} failed, {changed} with changed tokens; the next "
+        f"scale is {following['outcome']}. S {step_s * 1e3:.1f} ms, p95 {percentile(longest, 0.95) * 1e3:.0f} ms, "
+        f"maximum {max(longest) * 1e3:.0f} ms; bar {max(5 * step_s, 0.25) * 1e3:.0f} ms."
+    )
+
+
 def inventory(server: Deployment) -> dict[str, float]:
     """What could leak of moeray's own processes (supervisor, front end, controller, workers), and Ray's descriptors."""
     counts = {"processes": 0.0, "threads": 0.0, "descriptors": 0.0, "MiB": 0.0, "descriptors of Ray's daemons": 0.0}
@@ -155,7 +215,7 @@ async def cycles(arguments: argparse.Namespace, log: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["operations", "start", "cycles"])
+    parser.add_argument("what", choices=["operations", "start", "rollbacks", "cycles"])
     parser.add_argument("--operations", type=int, default=20)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200)
@@ -165,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--settle-s", type=float, default=3.0)
     parser.add_argument("--cycles", type=int, default=50)
     arguments = parser.parse_args(argv)
-    work = {"operations": operations, "start": start, "cycles": cycles}[arguments.what]
+    work = {"operations": operations, "start": start, "rollbacks": rollbacks, "cycles": cycles}[arguments.what]
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(work(arguments, Path(directory) / "server.log"))
     return 0
