@@ -11,13 +11,14 @@ any operation. Prints Markdown.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import math
 import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,22 @@ async def start(arguments: argparse.Namespace, log: Path) -> None:
             print(f"- {'warm spare' if spares else 'cold'}: median {statistics.median(seconds):.2f} s\n")
 
 
-def joiner_of(server: Deployment, known: set[int]) -> psutil.Process:
+def worker_processes(server: Deployment) -> dict[int, psutil.Process]:
+    """The workers' processes by pid. A process may have been an idle one of Ray's before."""
+    found = {}
+    for process in server.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray::WorkerActor" in " ".join(process.cmdline()):
+                found[process.pid] = process
+    return found
+
+
+def joiner_of(server: Deployment, known: Collection[int]) -> psutil.Process:
     """The process of a worker that was not there before; waits for it."""
     end = time.monotonic() + JOINER_S
     while time.monotonic() < end:
-        for process in server.processes():
-            if process.pid not in known and "ray::WorkerActor" in " ".join(process.cmdline()):
+        for pid, process in worker_processes(server).items():
+            if pid not in known:
                 return process
         time.sleep(0.02)
     raise RuntimeError(f"no joiner within {JOINER_S} s")
@@ -130,7 +141,7 @@ def joiner_of(server: Deployment, known: set[int]) -> psutil.Process:
 
 def fail_one(server: Deployment, how: str) -> dict[str, Any]:
     """Start a scale up, spoil it, and wait for its end."""
-    known = {process.pid for process in server.processes()}
+    known = worker_processes(server)
     operation: dict[str, Any] = server.post("/scale", {"workers": 3, "deadline_s": 1.0 if how == "late" else 5.0})
     if how != "late":
         joiner = joiner_of(server, known)

@@ -26,6 +26,10 @@ from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleReq
 
 logger = logging.getLogger(__name__)
 
+# How a member tells that its group broke under it, and how long the death of a peer may take to be heard of.
+EXCHANGE_FAILED = "its engine failed: Group"
+EVIDENCE_WAIT_S = 0.5
+
 
 class Manager:
     """All calls come from one event loop. `exit_process` ends the controller's own process, if nobody needs it."""
@@ -252,7 +256,15 @@ class Manager:
         elif slot in self._spares.slots or self._scaler.lost(slot, reason):
             return  # whoever waits for it hears of it
         elif now.topology is None or slot in now.topology.slots:
-            self._fail(f"worker {slot}: {reason}", dead=slot)
+            if reason.startswith(EXCHANGE_FAILED):
+                self._spawn(self._fail_unless_a_peer_died(slot, reason))
+            else:
+                self._fail(f"worker {slot}: {reason}", dead=slot)
+
+    async def _fail_unless_a_peer_died(self, slot: int, reason: str) -> None:
+        """A failed exchange is evidence only: the peer that caused it, if it died, is the cause and is heard of now."""
+        await asyncio.sleep(EVIDENCE_WAIT_S)
+        self._fail(f"worker {slot}: {reason}", dead=slot)
 
     def _fail(self, cause: str, dead: int | None = None) -> None:
         if self._board.current.state in ("failed", "stopping"):
