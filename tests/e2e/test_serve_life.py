@@ -17,7 +17,7 @@ from tests.support.serving import END_S, ROOT, Serve, client, poll
 
 DEMO = ROOT / "deploy" / "demo" / "model"
 IDLE_S = 8.0
-IDLE_TRIES = 10
+IDLE_TRIES = 3
 IDLE_SHARE = 0.03
 REFUSED_S = 15.0
 LONG = {"prompt": "It", "temperature": 0.0, "ignore_eos": True, "stream": True}
