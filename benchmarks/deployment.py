@@ -1,6 +1,9 @@
 """A `moeray serve` of a benchmark's own: started on a free port, followed, ended."""
 
+import contextlib
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -8,8 +11,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import psutil
@@ -19,19 +23,30 @@ END_DEADLINE_S = 60.0
 
 
 class Deployment:
-    """One server process. Use as a context manager, or call `close`."""
+    """One server process. Use as a context manager, or call `close`.
 
-    def __init__(self, model: str, arguments: Sequence[str], log: Path) -> None:
+    `module` is run as `python -m module serve MODEL --port PORT --deployment NAME ARGUMENTS`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        module: str = "moeray.deploy.cli",
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.name = f"benchmark-{port}"
         self.log = log
-        command = [sys.executable, "-m", "moeray.deploy.cli", "serve", model, "--port", str(port)]
+        command = [sys.executable, "-m", module, "serve", model, "--port", str(port), "--deployment", self.name]
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--deployment", self.name, *arguments], stdout=output, stderr=subprocess.STDOUT
+                [*command, *arguments], stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **variables}
             )
 
     def wait_ready(self) -> Self:
@@ -91,3 +106,26 @@ class Deployment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# How the command lines of moeray's own processes differ from those of Ray's daemons.
+OWN = {
+    "supervisor": r" serve .*--deployment",
+    "front end": r"moeray\.deploy\.front_end",
+    "controller": r"ray::ControllerActor",
+    "worker": r"ray::WorkerActor",
+}
+
+
+def own_processes(deployment: Deployment) -> dict[str, psutil.Process]:
+    """Supervisor, front end, controller and workers, by name; workers are numbered."""
+    found: dict[str, psutil.Process] = {}
+    for process in deployment.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            line = " ".join(process.cmdline())
+            for name, pattern in OWN.items():
+                if re.search(pattern, line):
+                    number = sum(known.startswith(name) for known in found)
+                    found[f"{name} {number}" if name == "worker" else name] = process
+                    break
+    return found

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -113,6 +115,21 @@ class Load:
 def longest_gap_s(streams: Sequence[Stream], start: float, end: float) -> float:
     """The longest pause of any stream that overlaps [start, end]."""
     return max((gap for stream in streams for at, gap in stream.gaps() if at < end and at + gap > start), default=0.0)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Nearest rank."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def gap_summary(event: str, longest: Sequence[float], step_s: float) -> str:
+    """The longest client gaps of all events against the bar, in a sentence."""
+    return (
+        f"S (median time between two events of a stream) {step_s * 1e3:.1f} ms; longest client gap per {event}: median "
+        f"{statistics.median(longest) * 1e3:.0f} ms, p95 (nearest rank) {percentile(longest, 0.95) * 1e3:.0f} ms, "
+        f"maximum {max(longest) * 1e3:.0f} ms; bar: p95 of at most max(5 S, 250 ms) = "
+        f"{max(5 * step_s, 0.25) * 1e3:.0f} ms."
+    )
 
 
 def wrong(streams: Sequence[Stream], expected: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from moeray.comm.errors import BackendUnavailable, GroupError, GroupTimeout
+from moeray.comm.timers import timer_slack
 
 logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 1024
+LOOP_SLACK_S = 0.04
 
 
 def host_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
@@ -187,7 +189,7 @@ class CommGroup:
         self._run("reduce-scatter", lambda: backend._reduce_scatter_base(out_N, parts_N))
 
     def close(self) -> None:
-        """Give the connections back. Takes some 30 ms: not between two steps. Harmless when repeated."""
+        """Give the connections back. Takes some 100 ms: not between two steps. Harmless when repeated."""
         self._gloo = None
         self._nccl = None
         self._store = None
@@ -279,7 +281,9 @@ def _translate(error: RuntimeError, text: str, slots: Sequence[int]) -> GroupErr
 def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     if not dist.is_gloo_available():
         raise BackendUnavailable("this build of torch has no gloo")
-    backend = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    # Its loop looks around every 10 ms whether it should end, which would be most of what an idle worker does.
+    with timer_slack(LOOP_SLACK_S):
+        backend = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
     backend._set_sequence_number_for_group()
     return backend
 

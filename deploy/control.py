@@ -10,7 +10,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from moeray.api.control import ControlClient
 from moeray.comm.errors import ControlTimeout, MoerayError, OperationRefused, WorkerDied
-from moeray.elastic.controller import one_line
+from moeray.elastic.ray_workers import one_line
 from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleRequest
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ what it needs of a worker's answer is spelled out here.
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from moeray.comm.calls import Address
 from moeray.comm.messages import MemberStatus, TransferReport
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
@@ -14,7 +15,10 @@ from moeray.comm.topology import Topology
 
 
 class WorkerReport(Protocol):
-    """What a worker answers once its weights are loaded and its inbox listens; `worker/config.py` has the value."""
+    """What a worker answers once its weights are loaded and its inbox listens; `worker/config.py` has the value.
+
+    `control` is where its process takes commands.
+    """
 
     @property
     def slot(self) -> int: ...
@@ -33,6 +37,9 @@ class WorkerReport(Protocol):
 
     @property
     def public_key(self) -> str: ...
+
+    @property
+    def control(self) -> Address | None: ...
 
     @property
     def dtype(self) -> str: ...
@@ -127,8 +134,11 @@ class WorkerSource(Protocol):
     def create(self, slot: int, incarnation: int, client: KeyPair) -> Member:
         """Begin to start this incarnation's process."""
 
-    def find(self, slot: int, incarnation: int) -> Member | None:
-        """The handle of a process that an earlier controller started; None if it is gone."""
+    def find(self, slot: int, incarnation: int, client: KeyPair, control: Address | None) -> Member | None:
+        """The handle of a process that an earlier controller started; None if it is gone.
+
+        `control` is where the worker said that it takes commands; without it only its life can be watched and ended.
+        """
 
     def lacks_room_for(self, num_workers: int) -> str | None:
         """None if so many more workers can start now, else what they need and what is free. May take seconds."""

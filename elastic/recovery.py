@@ -49,7 +49,8 @@ async def adopt_members(
     for known in saved.members:
         try:
             async with asyncio.timeout(config.operation_deadlines.status_s):
-                member = await asyncio.to_thread(source.find, known.slot, known.incarnation)
+                control = known.report.control if known.report is not None else None
+                member = await asyncio.to_thread(source.find, known.slot, known.incarnation, fleet.client, control)
         except TimeoutError:
             raise StartupError(f"worker {known.slot}: it could not be looked up in time") from None
         if member is not None:

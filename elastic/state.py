@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from moeray.comm.calls import Address
 from moeray.comm.errors import StartupError
 from moeray.comm.topology import Topology
 from moeray.elastic.member import WorkerReport
@@ -42,6 +43,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     endpoint: str
     public_key: str
+    control: Address | None
     dtype: str
     combine: str
     num_moe_layers: int

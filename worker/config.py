@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from moeray.comm.calls import Address
+
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 COMBINE_MODES = ("auto", "exact", "fast")
 DISPATCHERS = ("auto", "loopback", "all_gather", "all_to_all")
@@ -68,8 +70,19 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint has: its small files by name, and of each tensor the type's name in torch and the shape."""
+
+    files: dict[str, bytes]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """What a worker answers once its weights are loaded and its inbox listens."""
+    """What a worker answers once its weights are loaded and its inbox listens.
+
+    `control` is where its process takes commands, None if it is driven from within.
+    """
 
     slot: int
     incarnation: int
@@ -89,3 +102,4 @@ class WorkerReady:
     kv_cache_bytes: int
     buffer_bytes: int
     load_s: float
+    control: Address | None = None

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from moeray.comm.errors import CheckpointError
+from moeray.worker.config import Manifest
 from moeray.worker.loader import Checkpoint
 from moeray.worker.models.config import read_raw_config
 
@@ -15,14 +16,12 @@ SMALL_FILES = ("config.json", "generation_config.json")
 # Bytes of one answer: what the worker that serves meanwhile can copy without its step loop noticing.
 CHUNK_BYTES = 1 << 20
 
-TensorInfo = tuple[str, tuple[int, ...]]
-
 
 class CheckpointSource(Protocol):
     """The worker that has the checkpoint, whoever carries the calls. Calls raise a `MoerayError` if it is gone."""
 
-    def manifest(self) -> tuple[dict[str, bytes], dict[str, TensorInfo]]:
-        """The small files by name, and every tensor's type and shape."""
+    def manifest(self) -> Manifest:
+        """Its small files, and what its tensors are."""
 
     def rows(self, name: str, first: int, count: int) -> bytes:
         """Rows of a tensor (its first dim) as they are in memory."""
@@ -34,14 +33,14 @@ class LocalSource:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
-    def manifest(self) -> tuple[dict[str, bytes], dict[str, TensorInfo]]:
+    def manifest(self) -> Manifest:
         paths = [self._checkpoint.directory / name for name in SMALL_FILES]
         files = {path.name: path.read_bytes() for path in paths if path.is_file()}
         tensors = {}
         for name in self._checkpoint.file_of:
             tensor = self._checkpoint.tensor(name)
             tensors[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        return files, tensors
+        return Manifest(files=files, tensors=tensors)
 
     def rows(self, name: str, first: int, count: int) -> bytes:
         piece = self._checkpoint.tensor(name)[first : first + count].contiguous()
@@ -54,8 +53,9 @@ class PeerCheckpoint(Checkpoint):
     def __init__(self, source: CheckpointSource) -> None:
         self._source = source
         self._copied = tempfile.TemporaryDirectory(prefix="moeray-checkpoint-")
-        files, self._tensors = source.manifest()
-        for name, content in files.items():
+        manifest = source.manifest()
+        self._tensors = manifest.tensors
+        for name, content in manifest.files.items():
             (Path(self._copied.name) / name).write_bytes(content)
         super().__init__(self._copied.name)
 

@@ -7,8 +7,8 @@ import pytest
 
 from moeray.comm.errors import OperationRefused
 from moeray.deploy.control import RayControl
-from moeray.elastic.controller import RayWorkers
 from moeray.elastic.phases import OperationDeadlines
+from moeray.elastic.ray_workers import RayWorkers
 from moeray.elastic.view import OperationView, ScaleRequest
 from tests.support.ray_deployments import DEADLINE_S, Started, fake_factory, is_gone
 from tests.support.serving import poll

@@ -90,6 +90,8 @@ def test_a_survivor_that_cannot_build_the_group_serves_on(faulty: Faulty, stream
         operation = faulty.rolls_back("1:connect:error", workers=3)
         assert operation["reason"] == "worker 1: slot 99 did not answer"
         assert phase_names(operation)[-2:] == ["connecting", "rolled_back"]
+        assert faulty.scale(workers=3)["outcome"] == "done"
+        assert faulty.scale(workers=2)["outcome"] == "done"
 
 
 def test_a_worker_that_could_not_leave_stays_and_leaves_the_next_time(faulty: Faulty, streams: Streams) -> None:
@@ -112,3 +114,5 @@ def test_a_deadline_that_passes_before_the_joiner_runs_is_told(faulty: Faulty, s
         operation = faulty.rolls_back(workers=4, deadline_s=0.3)
         assert operation["reason"].endswith("did not start within the operation's deadline of 0.3 s")
         assert phase_names(operation) == ["planned", "provisioning", "rolled_back"]
+        assert faulty.scale(workers=3)["outcome"] == "done"
+        assert faulty.scale(workers=2)["outcome"] == "done"

@@ -6,6 +6,7 @@ Faults are named: `cluster.fail(slot, "connect", how)` with `hang`, `die`, `erro
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from moeray.comm.calls import Address
 from moeray.comm.errors import MoerayError, StartupError, WorkerDied
 from moeray.comm.messages import MemberStatus, TransferReport
 from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
@@ -102,6 +103,7 @@ class FakeMember(Member):
             node="n",
             endpoint=f"tcp://n:{self.slot}",
             public_key="k",
+            control=Address(f"tcp://c:{self.slot}", "k"),
             dtype="fp32",
             combine="exact",
             num_moe_layers=NUM_LAYERS if placement is None else placement.num_layers,
@@ -238,7 +240,9 @@ class FakeCluster(WorkerSource):
         self.processes.append(process)
         return FakeMember(process)
 
-    def find(self, slot: int, incarnation: int) -> Member | None:
+    def find(self, slot: int, incarnation: int, client: KeyPair, control: Address | None) -> Member | None:
+        assert client.secret
+        assert control in (None, Address(f"tcp://c:{slot}", "k"))
         process = self.alive.get(slot)
         if process is None or process.incarnation != incarnation:
             return None

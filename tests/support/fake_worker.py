@@ -1,34 +1,39 @@
-"""A worker actor without a model: it answers the controller's calls, or fails at a named one."""
+"""A worker's process without a model: it answers the controller's calls, or fails at a named one."""
 
 import asyncio
 import os
 import signal
-from typing import Any
 
+from moeray.comm.calls import Address
 from moeray.comm.errors import CheckpointError, GroupTimeout
 from moeray.comm.messages import MemberStatus, TransferReport
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
+from moeray.worker.actor import WorkerActor
 from moeray.worker.config import WorkerConfig, WorkerReady
+from moeray.worker.control import WorkerControl
 
 NUM_LAYERS = 2
 NUM_EXPERTS = 8
 
 
-class FakeWorker:
+class FakeWorkerControl(WorkerControl):
     """`config.model_path` is a script: `slot:call:how`, for example `1:load:die`, or `3.0:connect:hang`.
 
     With an incarnation only that one fails. `how` is die, hang, hang_once (the first call only), error,
     checkpoint or bug.
     """
 
-    def __init__(self, slot: int, incarnation: int, config: WorkerConfig, client: KeyPair, bind_host: str) -> None:
+    def __init__(
+        self, slot: int, incarnation: int, config: WorkerConfig, client: KeyPair, bind_host: str, address: Address
+    ) -> None:
         self.slot = slot
         self.incarnation = incarnation
         self.config = config
         self.node = bind_host
         self.client = client
+        self.address = address
         self.failed = asyncio.Event()
         self.fraction = 0.0
         self.topology: Topology | None = None
@@ -63,7 +68,7 @@ class FakeWorker:
     async def progress(self) -> float:
         return self.fraction
 
-    async def load(self, placement: ExpertPlacement | None, source: Any = None) -> WorkerReady:
+    async def load(self, placement: ExpertPlacement | None, source: Address | None) -> WorkerReady:
         assert (placement is None) == (source is not None)
         assert placement is None or self.slot in placement.slots
         await self._call("load")
@@ -87,6 +92,7 @@ class FakeWorker:
             kv_cache_bytes=1000,
             buffer_bytes=1000,
             load_s=0.1,
+            control=self.address,
         )
 
     async def host_store(self, epoch: int) -> tuple[str, int]:
@@ -149,9 +155,20 @@ class FakeWorker:
             is_serving=self.is_serving,
         )
 
-    async def wait_failure(self) -> str | None:
-        await self.failed.wait()
+    async def wait_failure(self, timeout_s: float) -> str | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.failed.wait()
+        except TimeoutError:
+            return None
         return "GroupError: a rank left"
 
-    async def stop(self) -> None:
+    async def stop(self) -> bool:
         await self._call("stop")
+        return True
+
+
+class FakeWorkerActor(WorkerActor):
+    """A process with such a worker."""
+
+    control_class = FakeWorkerControl

@@ -7,6 +7,7 @@ a debugger would, `hang` lets the call never end, `error` lets it fail as if a p
 nobody expects.
 """
 
+import argparse
 import asyncio
 import dataclasses
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from moeray.comm.calls import Address
 from moeray.comm.errors import GroupTimeout
 from moeray.comm.messages import TransferReport
 from moeray.comm.placement import ExpertPlacement
@@ -26,6 +28,7 @@ from moeray.deploy.launch import RayWorkerFactory
 from moeray.elastic.phases import OperationDeadlines
 from moeray.worker.actor import WorkerActor
 from moeray.worker.config import WorkerReady
+from moeray.worker.control import WorkerControl
 
 FAULTS = "MOERAY_TEST_FAULTS"
 # Shorter than they are by default, in the same order: who waits for a peer names it before its own time is over.
@@ -34,13 +37,13 @@ WARM_TIMEOUT_S = 4.0
 MISSED_SLOT = 99
 
 
-class FaultyWorkerActor(WorkerActor):
+class FaultyWorkerControl(WorkerControl):
     """Fails before it does what it is asked."""
 
     async def _maybe_fail(self, call: str) -> None:
         lines = Path(os.environ[FAULTS]).read_text().split()
         for how in ("kill", "stop", "hang", "error", "bug"):
-            if f"{self._settings['slot']}:{call}:{how}" not in lines:
+            if f"{self.slot}:{call}:{how}" not in lines:
                 continue
             if how == "hang":
                 await asyncio.Event().wait()
@@ -50,7 +53,7 @@ class FaultyWorkerActor(WorkerActor):
                 raise KeyError("surprise")
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
-    async def load(self, placement: ExpertPlacement | None, source: Any = None) -> WorkerReady:
+    async def load(self, placement: ExpertPlacement | None, source: Address | None) -> WorkerReady:
         await self._maybe_fail("load")
         return await super().load(placement, source)
 
@@ -74,6 +77,12 @@ class FaultyWorkerActor(WorkerActor):
         return await super().hand_over(targets)
 
 
+class FaultyWorkerActor(WorkerActor):
+    """A process with a worker that fails."""
+
+    control_class = FaultyWorkerControl
+
+
 def faulty_class() -> Any:
     import ray
 
@@ -82,7 +91,13 @@ def faulty_class() -> Any:
 
 def main() -> None:
     """Two workers, up to four, as `moeray serve` would start them."""
-    config = ServeConfig(model="demo", workers=2, port=0, kv_cache_gib=0.05)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("model")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--deployment", default="faulty")
+    given = parser.parse_args()
+    config = ServeConfig(model=given.model, workers=2, port=given.port, deployment=given.deployment, kv_cache_gib=0.05)
     plan = supervisor.make_plan(config)
     assert isinstance(plan.factory, RayWorkerFactory)
     variables = {**plan.factory.variables, FAULTS: os.environ[FAULTS]}

@@ -23,7 +23,7 @@ DEADLINE_S = 30.0
 def fake_class() -> Any:
     import ray
 
-    return ray.remote(fake_worker.FakeWorker)
+    return ray.remote(fake_worker.FakeWorkerActor)
 
 
 @dataclasses.dataclass
@@ -66,7 +66,7 @@ class Started:
 
 
 def fake_factory(script: str, *, num_cpus: float = 0.0) -> RayWorkerFactory:
-    """Creates `FakeWorker` actors."""
+    """Creates `FakeWorkerActor` actors."""
     return RayWorkerFactory(
         config=WorkerConfig(model_path=script, num_seats=8, max_workers=4),
         num_cpus=num_cpus,

@@ -1,6 +1,6 @@
 """What elasticity costs while nothing changes: a deployment against a static group, in turn.
 
-    python -m benchmarks.elastic_idle --pairs 30
+    python -m benchmarks.elastic cost --pairs 30
 
 A is a real deployment's workers: Ray actors under a controller that watches them, ready to scale, each with a lease
 and its ledger of steps. B are the same workers as plain processes that were put into a group by hand: no Ray, no
@@ -8,17 +8,16 @@ controller. Both serve the demo model; the same client decodes the same sequence
 step goes into looking for changes is measured beside it, by calling just that many times.
 """
 
-import argparse
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from benchmarks.results import Section
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair, new_key_pair
 from moeray.comm.topology import Member, Topology
@@ -189,14 +188,10 @@ def share_of_a_step() -> tuple[float, float]:
     return (time.perf_counter() - started) / rounds, step_s
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=250)
-    arguments = parser.parse_args(argv)
+def measure(num_pairs: int, section: Section, num_tokens: int = 250) -> None:
+    """Bar: median ratio >= 0.99 over at least 30 pairs, looking for changes at most 1 % of a step."""
     os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     looking_s, step_s = share_of_a_step()
-    print(f"looking for changes: {looking_s * 1e6:.1f} us of a step of {step_s * 1e3:.2f} ms, {looking_s / step_s:.2%}")
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-")))
         static = StaticGroup()
@@ -211,19 +206,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.callback(front_end.close)
             front_end.attach()
             decode_rate(front_end, "warm", 50)
-        for number in range(arguments.pairs):
+        for number in range(num_pairs):
             # Who goes first changes, so that a drift of the machine falls on both.
             for name in sorted(sides, reverse=bool(number % 2)):
-                rates[name].append(decode_rate(sides[name], str(number), arguments.tokens))
-        ratios = [a / b for a, b in zip(rates["deployment"], rates["static"], strict=True)]
-        print(
-            f"{len(ratios)} pairs, {SIZE} workers, {SIZE * PER_WORKER} sequences: deployment / static median "
-            f"{statistics.median(ratios):.3f} (quartiles {statistics.quantiles(ratios)[0]:.3f} to "
-            f"{statistics.quantiles(ratios)[2]:.3f}); {statistics.median(rates['deployment']):.0f} and "
-            f"{statistics.median(rates['static']):.0f} tokens/s"
-        )
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+                rates[name].append(decode_rate(sides[name], str(number), num_tokens))
+    ratios = [a / b for a, b in zip(rates["deployment"], rates["static"], strict=True)]
+    low, median, high = statistics.quantiles(ratios)
+    fast, slow = (statistics.median(rates[name]) for name in sides)
+    section.add(
+        f"{len(ratios)} pairs, {SIZE} workers, {SIZE * PER_WORKER} sequences of {num_tokens} tokens. Deployment to "
+        f"static group: median {median:.3f} (quartiles {low:.3f} to {high:.3f}; bar 0.99), {fast:.0f} and {slow:.0f} "
+        f"tokens/s. Looking for changes takes {looking_s * 1e6:.1f} us of a step of {step_s * 1e3:.1f} ms: "
+        f"{looking_s / step_s:.2%} (bar 1 %)."
+    )

@@ -1,0 +1,198 @@
+"""What a worker does when it is told to: the controller's calls, and those of peers that lack the checkpoint.
+
+Tokens never pass through it; they go over the worker's own sockets.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moeray.comm.calls import Address, BlockingCaller
+from moeray.comm.errors import StartupError
+from moeray.comm.messages import MemberStatus, TransferReport
+from moeray.comm.placement import ExpertPlacement
+from moeray.comm.sockets import KeyPair
+from moeray.comm.topology import Topology
+from moeray.worker.config import Manifest, WorkerConfig, WorkerReady
+
+if TYPE_CHECKING:
+    from moeray.worker.worker import Worker
+
+
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 10.0
+SOURCE_TIMEOUT_S = 30.0
+# Time for the answer to a last call to leave before the process ends.
+EXIT_DELAY_S = 0.2
+ORPHAN_CHECK_S = 60.0
+LOWEST_PRIORITY = 19
+
+
+class PeerSource:
+    """Reads a checkpoint through a worker that has it."""
+
+    def __init__(self, peer: Address, client: KeyPair) -> None:
+        self._caller = BlockingCaller(peer, client)
+
+    def manifest(self) -> Manifest:
+        return self._caller.call("checkpoint_manifest", returns=Manifest, timeout_s=SOURCE_TIMEOUT_S)
+
+    def rows(self, name: str, first: int, count: int) -> bytes:
+        call = "checkpoint_rows"
+        return self._caller.call(call, name, first, count, returns=bytes, timeout_s=SOURCE_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._caller.close()
+
+
+async def in_the_background(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function in a thread of its own that takes only the time that nobody else wants.
+
+    The thread cannot get its priority back, so it is not one of the pool's, and no thread that serves is made in it.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        if sys.platform == "linux":  # elsewhere the call would be about the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        try:
+            done.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - reported to whoever waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+class WorkerControl:
+    """One worker's commands; they may come at any time and side by side. Everything slow runs beside the event loop.
+
+    `address` is where the calls come in; it is passed on with the answer to `load`, so that others find the worker.
+    """
+
+    def __init__(
+        self, slot: int, incarnation: int, config: WorkerConfig, client: KeyPair, bind_host: str, address: Address
+    ) -> None:
+        self.slot = slot
+        self._incarnation = incarnation
+        self._config = config
+        self._client = client
+        self._bind_host = bind_host
+        self._address = address
+        self._serving = asyncio.Event()
+        self._worker: Worker | None = None
+
+    @property
+    def worker(self) -> "Worker":
+        if self._worker is None:
+            raise StartupError(f"slot {self.slot} has not loaded its weights")
+        return self._worker
+
+    async def load(self, placement: ExpertPlacement | None, source: Address | None) -> WorkerReady:
+        """See `Worker.load`; `source` takes the calls of a worker that has the checkpoint.
+
+        Runs at the lowest priority, imports included: others on this host serve meanwhile.
+        """
+        ready = await in_the_background(self._load, placement, source)
+        return replace(ready, control=self._address)
+
+    def _load(self, placement: ExpertPlacement | None, peer: Address | None) -> WorkerReady:
+        # Only here: a process that is being created answers before torch is there.
+        from moeray.worker.worker import Worker
+
+        worker = self._worker = Worker(
+            slot=self.slot,
+            incarnation=self._incarnation,
+            config=self._config,
+            client=self._client,
+            bind_host=self._bind_host,
+        )
+        if peer is None:
+            return worker.load(placement)
+        with closing(PeerSource(peer, self._client)) as source:
+            return worker.load(placement, source)
+
+    async def checkpoint_manifest(self) -> Manifest:
+        """See `LocalSource.manifest`."""
+        return await asyncio.to_thread(self.worker.checkpoint_source().manifest)
+
+    async def checkpoint_rows(self, name: str, first: int, count: int) -> bytes:
+        """See `LocalSource.rows`."""
+        return await asyncio.to_thread(self.worker.checkpoint_source().rows, name, first, count)
+
+    async def progress(self) -> float:
+        """How much of the weights is loaded, 0 to 1."""
+        return self._worker.loaded_fraction if self._worker is not None else 0.0
+
+    async def host_store(self, epoch: int) -> tuple[str, int]:
+        """See `Worker.host_store`."""
+        return await asyncio.to_thread(self.worker.host_store, epoch)
+
+    async def join(self, topology: Topology, store_address: tuple[str, int]) -> str:
+        """See `Worker.join`."""
+        return await asyncio.to_thread(self.worker.join, topology, store_address)
+
+    async def serve(self) -> None:
+        """See `Worker.serve`; the process ends by itself if no front end is seen for the orphan time-out."""
+        self.worker.serve()
+        self._note_serving()
+
+    def _note_serving(self) -> None:
+        if not self._serving.is_set():
+            self._serving.set()
+            self._orphan_watch = asyncio.create_task(self._exit_if_orphaned())
+
+    async def connect(self, topology: Topology, store_address: tuple[str, int]) -> str:
+        """See `Worker.connect`."""
+        return await asyncio.to_thread(self.worker.connect, topology, store_address)
+
+    async def transfer(self, topology: Topology) -> TransferReport:
+        """See `Worker.transfer`."""
+        return await asyncio.to_thread(self.worker.transfer, topology)
+
+    async def hand_over(self, targets: tuple[int, ...]) -> int:
+        """See `Worker.hand_over`; returns the number of blocks once all full ones are copied."""
+        return await asyncio.wrap_future(self.worker.hand_over(targets))
+
+    async def commit(self, epoch: int) -> int:
+        """See `Worker.commit`; returns the epoch once this worker has switched."""
+        done = self.worker.commit(epoch)
+        self._note_serving()
+        return await asyncio.wrap_future(done)
+
+    async def discard(self, epoch: int) -> None:
+        """See `Worker.discard`."""
+        await asyncio.to_thread(self.worker.discard, epoch)
+
+    async def status(self) -> MemberStatus:
+        """See `Worker.status`."""
+        return self.worker.status()
+
+    async def wait_failure(self, timeout_s: float) -> str | None:
+        """What the engine failed with, once it has ended; None if it was told to stop, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._serving.wait()
+        except TimeoutError:
+            return None
+        if not await asyncio.to_thread(self.worker.wait, timeout_s):
+            return None
+        return self.worker.engine.failure if self.worker.engine else None
+
+    async def _exit_if_orphaned(self) -> None:
+        while not await asyncio.to_thread(self.worker.wait, ORPHAN_CHECK_S):
+            pass
+        if self.worker.engine is not None and self.worker.engine.orphaned:
+            await asyncio.sleep(EXIT_DELAY_S)
+            os._exit(0)
+
+    async def stop(self) -> bool:
+        """See `Worker.stop`."""
+        return await asyncio.to_thread(self.worker.stop, STOP_TIMEOUT_S)
