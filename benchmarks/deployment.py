@@ -111,7 +111,7 @@ class Deployment:
 # How the command lines of moeray's own processes differ from those of Ray's daemons.
 OWN = {
     "supervisor": r" serve .*--deployment",
-    "front end": r"moeray\.deploy\.front_end",
+    "front end": r"moeray\.deploy\.frontend",
     "controller": r"ray::ControllerActor",
     "worker": r"ray::WorkerActor",
 }
