@@ -44,7 +44,10 @@ class EpochExchange:
 
 
 class ExpertExchange:
-    """The current dispatcher behind one stable object. Used by the engine's thread only."""
+    """The current dispatcher behind one stable object. Used by the engine's thread only.
+
+    `num_finished` counts dispatches and combines; any thread may read it.
+    """
 
     def __init__(self, *, combine: str, dispatcher: str, device: torch.device) -> None:
         if combine not in COMBINE_MODES:
@@ -57,6 +60,7 @@ class ExpertExchange:
         self._buffers: CommunicationBuffers | None = None
         self._serving: EpochExchange | None = None
         self._traffic = TrafficCounter()
+        self.num_finished = 0
 
     def attach_buffers(self, buffers: CommunicationBuffers) -> None:
         """Take the worker's buffers, for life. Raises `ValueError` the second time."""
@@ -113,11 +117,15 @@ class ExpertExchange:
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> DispatchedRows:
         """Bring rows to their experts; see `Dispatcher`."""
-        return self._current.dispatch(hidden_TD, physical_ids_TK, topk_weights_TK)
+        rows = self._current.dispatch(hidden_TD, physical_ids_TK, topk_weights_TK)
+        self.num_finished += 1
+        return rows
 
     def combine(self, expert_rows_PD: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Bring results home and add them up; see `Dispatcher`."""
-        return self._current.combine(expert_rows_PD, handle)
+        hidden_TD = self._current.combine(expert_rows_PD, handle)
+        self.num_finished += 1
+        return hidden_TD
 
     @property
     def buffers(self) -> CommunicationBuffers | None:

@@ -63,7 +63,8 @@ def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
 class CommGroup:
     """The ranks of one epoch. A group of one has no process group at all.
 
-    Not thread-safe: one thread uses a group. After an error the group is lost; only `close` may follow.
+    Not thread-safe: one thread uses a group. After an error the group is lost; only `close` may follow. `num_begun`
+    counts collectives, the one that runs included; any thread may read it.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class CommGroup:
         self._store = store
         self._gloo = gloo
         self._nccl = nccl
+        self.num_begun = 0
         self._headers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
@@ -213,6 +215,7 @@ class CommGroup:
     def _run(self, what: str, start: Callable[[], Any]) -> None:
         if self._gloo is None:
             raise GroupError(f"{self._who()}: {what} on a group that is closed or has one rank")
+        self.num_begun += 1
         try:
             start().wait()
         except RuntimeError as error:

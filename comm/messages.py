@@ -50,11 +50,40 @@ class TransferReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """How far a member is at this moment.
+
+    `position` counts the collectives of its epoch that it has begun, `progress` everything that it finishes, layer by
+    layer, `num_requests` the sequences that it has.
+    """
+
+    epoch: int
+    position: int
+    progress: int
+    is_parked: bool
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What a member could not get over by itself, in one line.
+
+    Fatal is what ended its step loop, or its process. Otherwise its group broke in this epoch, which is evidence only:
+    it keeps its sequences and waits for another epoch.
+    """
+
+    epoch: int
+    reason: str
+    is_fatal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStatus:
     """Where a member stands, for a controller that has lost its memory. `epoch` is -1 before the first.
 
     `prepared_epoch` has a warm group that does not serve yet; `committed_epoch` is the latest that the member has
-    promised to switch to, whether it has done so or not. `dispatcher` says in words how rows travel.
+    promised to switch to, whether it has done so or not. `dispatcher` says in words how rows travel. One that is halted
+    has given its epoch's group up and waits for another.
     """
 
     slot: int
@@ -64,4 +93,5 @@ class MemberStatus:
     committed_epoch: int | None
     topology: Topology | None
     is_serving: bool
+    is_halted: bool = False
     dispatcher: str = ""

@@ -17,7 +17,7 @@ RAY_QUIET = {
     # Workers must not lose against whatever else runs; what may be slow in them lowers itself.
     "RAY_worker_niceness": "0",
     # An actor that is killed and does not react, as one that is stopped, gets SIGKILL after this time.
-    "RAY_kill_worker_timeout_milliseconds": "500",
+    "RAY_kill_worker_timeout_milliseconds": "100",
     # Statistics of its event loops cost an idle actor a quarter of a percent of a core.
     "RAY_event_stats": "false",
 }

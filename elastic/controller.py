@@ -18,7 +18,7 @@ from moeray.elastic.manager import Manager
 from moeray.elastic.member import WorkerFactory
 from moeray.elastic.ray_workers import RayWorkers, one_line
 from moeray.elastic.state import StateStore
-from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleRequest
+from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, ScaleRequest
 
 T = TypeVar("T")
 
@@ -92,6 +92,9 @@ class Controller:
 
     async def wait_operation(self, operation_id: str, timeout_s: float) -> OperationView:
         return await self._manager.wait_operation(operation_id, timeout_s)
+
+    async def faults(self) -> tuple[FaultView, ...]:
+        return await self._manager.faults()
 
     async def stop(self, orderly: bool) -> None:
         await self._manager.stop(orderly)

@@ -17,7 +17,9 @@ class ControllerConfig:
 
     `min_workers` None is the fewest whose seats hold all experts. `num_spares` workers wait beside the group, as far as
     there are free slots; one that fails is replaced after `spare_retry_s`. `history_limit` operations are remembered.
-    Without a reader of its view for `orphan_timeout_s`, the controller ends its workers and itself.
+    Without a reader of its view for `orphan_timeout_s`, the controller ends its workers and itself. With `replace`,
+    workers that were lost are replaced as soon as the others serve again. A worker for which the others have waited
+    for `stall_timeout_s` is given up.
     """
 
     deployment: str
@@ -34,6 +36,8 @@ class ControllerConfig:
     spare_retry_s: float = 5.0
     stop_timeout_s: float = 5.0
     orphan_timeout_s: float = 60.0
+    replace: bool = True
+    stall_timeout_s: float = 1.5
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_workers <= self.max_workers:
@@ -52,6 +56,7 @@ class ControllerConfig:
             ("spare_retry_s", self.spare_retry_s),
             ("stop_timeout_s", self.stop_timeout_s),
             ("orphan_timeout_s", self.orphan_timeout_s),
+            ("stall_timeout_s", self.stall_timeout_s),
         ):
             if not value > 0:
                 raise ValueError(f"{name} is {value}, must be more than 0")

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from moeray.comm.errors import ControlTimeout, MoerayError, WorkerDied
+from moeray.comm.messages import Trouble
 from moeray.comm.sockets import KeyPair
 from moeray.elastic.board import Board
 from moeray.elastic.member import Member, WorkerSource
@@ -20,7 +21,10 @@ def _note_error(task: asyncio.Task[None]) -> None:
 
 
 class Fleet:
-    """All calls come from one event loop. `save` writes the controller's state; `on_lost` hears of each death."""
+    """All calls come from one event loop.
+
+    `save` writes the controller's state; `on_trouble` hears of deaths and of broken groups.
+    """
 
     def __init__(
         self,
@@ -30,7 +34,7 @@ class Fleet:
         client: KeyPair,
         deadlines: StartDeadlines,
         save: Callable[[], Awaitable[None]],
-        on_lost: Callable[[Member, str], None],
+        on_trouble: Callable[[Member, Trouble], None],
     ) -> None:
         self.client = client
         self.incarnations: dict[int, int] = {}
@@ -38,7 +42,7 @@ class Fleet:
         self._board = board
         self._deadlines = deadlines
         self._save = save
-        self._on_lost = on_lost
+        self._on_trouble = on_trouble
         self._members: dict[int, Member] = {}
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, asyncio.Task[None]] = {}
@@ -76,10 +80,13 @@ class Fleet:
         self._watches[member.slot] = asyncio.get_running_loop().create_task(self._watch(member))
 
     def begin(self, slot: int) -> None:
-        """Put a new worker into a free slot and start to load all but its experts; `ready` waits for it."""
+        """Put a new worker into a free slot, or that of a dead one whose process was ended, and start to load all but
+        its experts; `ready` waits for it.
+        """
         incarnation = self.next_incarnation(slot)
         self.incarnations[slot] = incarnation
-        self._board.update(lambda now: now.added(slot, incarnation))
+        is_taken = slot in self._board.current.slots
+        self._board.update(lambda now: now.replaced(slot, incarnation) if is_taken else now.added(slot, incarnation))
         load = asyncio.get_running_loop().create_task(self._load(slot, incarnation))
         load.add_done_callback(_note_error)
         self._loads[slot] = load
@@ -107,6 +114,15 @@ class Fleet:
 
         Returns when it is gone; a process that stays is reported in the log, and its incarnation never used again.
         """
+        await self.kill(slot, orderly=orderly, timeout_s=timeout_s)
+        self._board.update(lambda now: now.removed(slot))
+        try:
+            await self._save()
+        except MoerayError as error:
+            logger.warning("the controller's state could not be saved: %s", error)
+
+    async def kill(self, slot: int, *, orderly: bool = False, timeout_s: float) -> None:
+        """As `end`, and the slot stays on the board."""
         load = self._loads.pop(slot, None)
         if load is not None:
             load.cancel()
@@ -120,11 +136,6 @@ class Fleet:
                 await take_down([member], orderly=orderly, timeout_s=timeout_s)
             except ControlTimeout as error:
                 logger.error("%s", error)
-        self._board.update(lambda now: now.removed(slot))
-        try:
-            await self._save()
-        except MoerayError as error:
-            logger.warning("the controller's state could not be saved: %s", error)
 
     async def take_down(self, *, orderly: bool, timeout_s: float) -> None:
         """End all; see `startup.take_down`."""
@@ -133,6 +144,12 @@ class Fleet:
         await take_down(self.members, orderly=orderly, timeout_s=timeout_s)
 
     async def _watch(self, member: Member) -> None:
-        reason = await member.lost()
-        if self._members.get(member.slot) is member:
-            self._on_lost(member, reason)
+        seen_epoch = -1
+        while True:
+            trouble = await member.trouble(seen_epoch)
+            if self._members.get(member.slot) is not member:
+                return
+            self._on_trouble(member, trouble)
+            if trouble.is_fatal:
+                return
+            seen_epoch = trouble.epoch

@@ -11,24 +11,24 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from moeray.comm.errors import MoerayError
+from moeray.comm.messages import Trouble
 from moeray.comm.sockets import KeyPair, new_key_pair
 from moeray.elastic.board import Board
 from moeray.elastic.controller_config import ControllerConfig
 from moeray.elastic.fleet import Fleet
+from moeray.elastic.health import Suspect
 from moeray.elastic.member import Member, WorkerSource
 from moeray.elastic.membership import Membership
 from moeray.elastic.recovery import adopt_members, restored
+from moeray.elastic.repairs import Repairs
 from moeray.elastic.scaler import Scaler
 from moeray.elastic.spares import Spares
+from moeray.elastic.stalls import Stalls
 from moeray.elastic.startup import bring_up
 from moeray.elastic.state import Journal, SavedMember, SavedState, StateStore
-from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleRequest
+from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, ScaleRequest
 
 logger = logging.getLogger(__name__)
-
-# How a member tells that its group broke under it, and how long the death of a peer may take to be heard of.
-EXCHANGE_FAILED = "its engine failed: Group"
-EVIDENCE_WAIT_S = 0.5
 
 
 class Manager:
@@ -53,7 +53,7 @@ class Manager:
             client=new_key_pair(),
             deadlines=config.deadlines,
             save=self._journal.save,
-            on_lost=self._on_lost,
+            on_trouble=self._on_trouble,
         )
         self._spares = Spares(
             self._fleet,
@@ -73,7 +73,22 @@ class Manager:
             spares=self._spares,
             board=self._board,
             save=self._journal.save,
-            on_failed=self._fail,
+            on_failed=lambda reason: self._repairs.failed_at_switch(reason),
+        )
+        self._repairs = Repairs(
+            config,
+            fleet=self._fleet,
+            spares=self._spares,
+            scaler=self._scaler,
+            board=self._board,
+            save=self._journal.save,
+        )
+        self._stalls = Stalls(
+            self._fleet,
+            self._board,
+            timeout_s=config.stall_timeout_s,
+            is_watching=lambda: self._repairs.is_idle,
+            on_stalled=self._on_stalled,
         )
         self._generation = 0
         self._lease = 0
@@ -135,10 +150,15 @@ class Manager:
         await self._awake()
         return await self._scaler.history.wait(operation_id, timeout_s)
 
+    async def faults(self) -> tuple[FaultView, ...]:
+        """What went wrong with members of the group, the oldest first."""
+        await self._awake()
+        return self._repairs.faults.views()
+
     async def stop(self, orderly: bool) -> None:
         """End all workers, in agreement if they serve and it is wished; returns when they are gone."""
         await self._awake()
-        orderly = orderly and self._board.current.state == "serving" and self._scaler.is_idle
+        orderly = orderly and self._board.current.state == "serving" and self._is_idle
         self._board.update(lambda now: now.stopping())
         await self._end_members(orderly=orderly)
 
@@ -168,6 +188,7 @@ class Manager:
         self._fleet.client = KeyPair(public=saved.public_key, secret=saved.secret_key)
         self._fleet.incarnations = dict(saved.incarnations)
         self._scaler.restore(saved)
+        self._repairs.faults.restore(saved.faults)
         logger.warning("the controller was restarted, life %d", self._generation)
         again = self._starting(max(saved.incarnations.values(), default=-1) + 1)
         membership = restored(saved, again, self._generation)
@@ -180,7 +201,7 @@ class Manager:
         """With the workers that are there; from the start again if the first epoch never served."""
         try:
             try:
-                await adopt_members(saved, self._fleet, self._source, self._board, self._config)
+                found = await adopt_members(saved, self._fleet, self._source, self._board, self._config)
             finally:
                 self._adopted.set()
             if saved.topology is None:
@@ -188,6 +209,12 @@ class Manager:
                 return
             self._scaler.resume()
             self._begin_to_serve()
+            for slot, incarnation in found.gone:
+                reason = "its process died while the controller was restarted"
+                if not self._scaler.lost(slot, reason):
+                    self._repairs.lost(slot, incarnation, reason)
+            if found.is_broken:
+                self._repairs.resume()
             await self._save_quietly()
         except MoerayError as error:
             self._fail(f"after a restart of the controller: {error}")
@@ -209,6 +236,7 @@ class Manager:
 
     def _begin_to_serve(self) -> None:
         self._spawn(self._spares.keep())
+        self._spawn(self._stalls.watch())
         self._spares.refill()
 
     # Memory
@@ -217,7 +245,7 @@ class Manager:
         now, client = self._board.current, self._fleet.client
         return SavedState(
             generation=self._generation,
-            topology=now.topology if now.state == "serving" else None,
+            topology=now.topology if now.state in ("serving", "recovering") else None,
             dispatcher=now.dispatcher,
             members=tuple(SavedMember.of(record) for record in now.members),
             incarnations=self._fleet.incarnations,
@@ -226,7 +254,8 @@ class Manager:
             public_key=client.public,
             secret_key=client.secret,
             history=tuple(view for view in self._scaler.history.views() if view.outcome is not None),
-            in_flight=self._scaler.in_flight,
+            faults=self._repairs.faults.views(),
+            in_flight=self._repairs.in_flight or self._scaler.in_flight,
         )
 
     async def _save_quietly(self) -> None:
@@ -243,28 +272,35 @@ class Manager:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    @property
+    def _is_idle(self) -> bool:
+        return self._scaler.is_idle and self._repairs.is_idle
+
     def _may_fill(self) -> bool:
-        return self._board.current.state == "serving" and self._scaler.is_idle
+        return self._board.current.state == "serving" and self._is_idle
 
-    def _on_lost(self, member: Member, reason: str) -> None:
-        slot, now = member.slot, self._board.current
-        if now.state not in ("starting", "serving"):
+    def _on_trouble(self, member: Member, trouble: Trouble) -> None:
+        slot, incarnation, now = member.slot, member.incarnation, self._board.current
+        if now.state not in ("starting", "serving", "recovering") or slot not in now.slots:
             return
-        if slot in now.slots_in("spare"):
-            logger.warning("spare worker %d: %s", slot, reason)
+        in_group = now.is_in_group(slot, incarnation)
+        if not trouble.is_fatal:
+            if now.state != "starting":
+                self._repairs.broken(slot, incarnation, trouble.epoch, trouble.reason)
+        elif slot in now.slots_in("spare"):
+            logger.warning("spare worker %d: %s", slot, trouble.reason)
             self._spawn(self._spares.replace(slot))
-        elif slot in self._spares.slots or self._scaler.lost(slot, reason):
-            return  # whoever waits for it hears of it
-        elif now.topology is None or slot in now.topology.slots:
-            if reason.startswith(EXCHANGE_FAILED):
-                self._spawn(self._fail_unless_a_peer_died(slot, reason))
-            else:
-                self._fail(f"worker {slot}: {reason}", dead=slot)
+        elif now.state == "starting":
+            self._fail(f"worker {slot}: {trouble.reason}", dead=slot)
+        elif slot not in self._spares.slots and not self._scaler.lost(slot, trouble.reason) and in_group:
+            self._repairs.lost(slot, incarnation, trouble.reason)
+        # Else whoever waits for it hears of it.
 
-    async def _fail_unless_a_peer_died(self, slot: int, reason: str) -> None:
-        """A failed exchange is evidence only: the peer that caused it, if it died, is the cause and is heard of now."""
-        await asyncio.sleep(EVIDENCE_WAIT_S)
-        self._fail(f"worker {slot}: {reason}", dead=slot)
+    def _on_stalled(self, suspect: Suspect) -> None:
+        if suspect.slot in self._board.current.survivors:
+            incarnation = self._board.current.member(suspect.slot).incarnation
+            self._scaler.lost(suspect.slot, suspect.evidence)
+            self._repairs.lost(suspect.slot, incarnation, suspect.evidence, kind="stalled")
 
     def _fail(self, cause: str, dead: int | None = None) -> None:
         if self._board.current.state in ("failed", "stopping"):
@@ -283,6 +319,7 @@ class Manager:
         await self._adopted.wait()
         if self._start is not None:
             self._start.cancel()
+        await self._repairs.stop()
         await self._scaler.stop()
         try:
             await self._fleet.take_down(orderly=orderly, timeout_s=self._config.stop_timeout_s)

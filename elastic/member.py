@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from moeray.comm.calls import Address
-from moeray.comm.messages import MemberStatus, TransferReport
+from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -118,8 +118,17 @@ class Member(Protocol):
     async def status(self) -> MemberStatus:
         """Where the worker stands; answers at any time."""
 
-    async def lost(self) -> str:
-        """Returns only when the process died or its engine failed, with the reason in one line."""
+    async def halt(self, epoch: int) -> int:
+        """Give the serving group up, and every prepared epoch before this one; returns the epoch that was left."""
+
+    async def tick(self) -> Tick:
+        """How far it is; answers at any time."""
+
+    async def assume(self, topology: Topology) -> None:
+        """While halted: take this epoch, which others switched to, for the one that served."""
+
+    async def trouble(self, seen_epoch: int) -> Trouble:
+        """Returns only when the process died, its engine failed, or its group broke in an epoch after `seen_epoch`."""
 
     async def stop(self) -> None:
         """Leave the step loop in agreement with the other ranks."""

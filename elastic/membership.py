@@ -45,10 +45,13 @@ class MemberRecord:
     loaded_fraction: float = 0.0
     ready: WorkerReport | None = None
 
+    def _is_in(self, topology: Topology) -> bool:
+        return any((m.slot, m.incarnation) == (self.slot, self.incarnation) for m in topology.members)
+
     def view(self, topology: Topology | None, placement: ExpertPlacement) -> MemberView:
         """Rank and experts come from the topology alone; before there is one, experts from the planned placement."""
         ready = self.ready
-        is_member = topology is not None and self.slot in topology.slots
+        is_member = topology is not None and self._is_in(topology)
         has_seats = is_member or (topology is None and self.slot in placement.slots)
         return MemberView(
             slot=self.slot,
@@ -121,10 +124,10 @@ class Membership:
 
     def removed(self, slot: int) -> "Membership":
         """The slot's process is gone. `ValueError` if the slot is in the group."""
-        if self.topology is not None and slot in self.topology.slots:
-            raise ValueError(f"slot {slot} is a member of epoch {self.topology.epoch}, must leave the group first")
         if slot not in self.slots:
             return self
+        if self.topology is not None and self.is_in_group(slot, self.member(slot).incarnation):
+            raise ValueError(f"slot {slot} is a member of epoch {self.topology.epoch}, must leave the group first")
         members = tuple(record for record in self.members if record.slot != slot)
         return replace(self, members=members, version=self.version + 1)
 
@@ -136,22 +139,58 @@ class Membership:
             return self
         return replace(self, members=members, version=self.version + 1)
 
+    def is_in_group(self, slot: int, incarnation: int) -> bool:
+        """Whether this worker, in this life, is a member of the serving epoch."""
+        return self.topology is not None and any(
+            (member.slot, member.incarnation) == (slot, incarnation) for member in self.topology.members
+        )
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Members of the serving epoch that are not dead."""
+        return tuple(r.slot for r in self.members if r.state != "dead" and self.is_in_group(r.slot, r.incarnation))
+
+    def lost(self, slots: Iterable[int]) -> "Membership":
+        """These members' processes are gone, or will be: the group is to be made again without them."""
+        return self.marked(slots, "dead")
+
+    def recovering(self, cause: str) -> "Membership":
+        """Those that are left cannot serve: others have to start first."""
+        return replace(self, state="recovering", cause=cause, version=self.version + 1)
+
+    def replaced(self, slot: int, incarnation: int) -> "Membership":
+        """A dead member's slot gets another process; the epoch that both are not in any more has yet to come."""
+        if self.member(slot).state != "dead":
+            raise ValueError(f"slot {slot} is {self.member(slot).state}, must be dead to be replaced")
+        return self._with(MemberRecord(slot=slot, incarnation=incarnation))
+
     def joining_as(self, slot: int) -> Member:
         """What the slot's loaded worker is in the next topology."""
         return _as_member(self._ready(self.member(slot)))
 
     def switched(self, topology: Topology) -> "Membership":
-        """The group's next epoch serves: all of its members, at once. Who is not in it any more is leaving."""
+        """The group's next epoch serves: all of its members, at once.
+
+        Who is not in it any more is leaving, unless it is dead.
+        """
         before = self.topology.slots if self.topology else ()
         members = tuple(
             replace(record, state="serving")
             if record.slot in topology.slots
             else replace(record, state="leaving")
-            if record.slot in before
+            if record.slot in before and record.state != "dead"
             else record
             for record in self.members
         )
-        return replace(self, members=members, topology=topology, placement=topology.placement, version=self.version + 1)
+        return replace(
+            self,
+            members=members,
+            state="serving",
+            cause=None,
+            topology=topology,
+            placement=topology.placement,
+            version=self.version + 1,
+        )
 
     def described(self, dispatcher: str) -> "Membership":
         """How rows travel in this epoch, in the ranks' words."""
@@ -184,9 +223,16 @@ class Membership:
         ):
             if found != expected:
                 raise StartupError(f"worker {ready.slot}: its checkpoint has {name} {found}, expected {expected}")
-        if self.topology is not None:
-            self._check_agreement(ready, self._ready(self.member(self.topology.slots[0])))
+        if (other := self._another_ready(ready.slot)) is not None:
+            self._check_agreement(ready, other)
         return self._with(replace(record, state="joining", loaded_fraction=1.0, ready=ready))
+
+    def _another_ready(self, slot: int) -> WorkerReport | None:
+        """What a member of the group answered, if there is a group."""
+        if self.topology is None:
+            return None
+        others = (r for r in self.members if r.ready is not None and r.slot != slot and r.slot in self.topology.slots)
+        return next((record.ready for record in others), None)
 
     @staticmethod
     def _check_agreement(ready: WorkerReport, first: WorkerReport) -> None:
@@ -242,7 +288,9 @@ class Membership:
     def _model(self) -> ModelView | None:
         if self.topology is None:
             return None
-        readies = [self._ready(self.member(slot)) for slot in self.topology.slots]
+        readies = [r.ready for r in self.members if r.slot in self.topology.slots and r.ready is not None]
+        if not readies:
+            return None
         first = readies[0]
         return ModelView(
             dtype=first.dtype,

@@ -67,6 +67,7 @@ class Reconfiguration:
         self._work: asyncio.Task[None] | None = None
         self.interruption: str | None = None
         self._is_committed = False
+        self._lost_at_switch = asyncio.Event()
         self._is_resumed = False
 
     @property
@@ -90,9 +91,11 @@ class Reconfiguration:
 
     def interrupt(self, slot: int, reason: str) -> bool:
         """A worker is lost: give up, if the switch has not begun. Returns whether this operation deals with it."""
-        if self._is_committed:
-            return False
         self._harmed.add(slot)
+        if self._is_committed:
+            if slot not in self.view.leavers:
+                self._lost_at_switch.set()
+            return False
         self.interruption = self.interruption or f"worker {slot}: {reason}"
         if self._work is not None:
             self._work.cancel()
@@ -146,9 +149,13 @@ class Reconfiguration:
             if slot not in self._spares:
                 self._fleet.begin(slot)
         await self._on(self.view.joiners, "start", self._fleet.ready)
+        await self._halt()
         await self._connect()
         await self._transfer()
         await self._enter("ready")
+
+    async def _halt(self) -> None:
+        """What has to be before the next group is made; nothing while the old one serves."""
 
     async def _connect(self) -> None:
         placement = self._placement
@@ -161,7 +168,7 @@ class Reconfiguration:
         await self._enter("connecting")
         self._clock.enter("connecting")
         await self._discard_burned()
-        host = self.stayers[0]
+        host = self.view.targets[0] if not self.stayers else self.stayers[0]
         store = (await self._on([host], "open the group's store", lambda s: self._member(s).host_store(self.epoch)))[0]
         digests = await self._on(
             self.view.targets, "connect to the next group", lambda s: self._member(s).connect(topology, store)
@@ -222,7 +229,7 @@ class Reconfiguration:
         topology = self.topology
         assert topology is not None
         async with Switch(self._fleet, self.view, self._deadlines, must_ask=self._is_resumed) as switch:
-            failure = await switch.members()
+            failure = await switch.members(self._lost_at_switch)
             if failure is not None:
                 await self._close("failed", failure)
                 return

@@ -16,8 +16,9 @@ class OperationDeadlines:
 
     `provision_s` covers processes and weights of joiners, `connect_s` the group, `transfer_s` experts and the KV of
     leavers, `switch_s` the way from the first commit to the last worker's switch, `retire_s` the end of leavers,
-    `rollback_s` each step of a rollback, `status_s` a worker's answer to a restarted controller. `overall_s` counts
-    until the first commit, unless the caller says otherwise; nothing is rolled back later.
+    `halt_s` the end of the step that runs when the group is given up, `rollback_s` each step of a rollback, `status_s`
+    a worker's answer to a restarted controller. `overall_s` counts until the first commit, unless the caller says
+    otherwise; nothing is rolled back later.
     """
 
     provision_s: float = 600.0
@@ -25,6 +26,7 @@ class OperationDeadlines:
     transfer_s: float = 300.0
     switch_s: float = 30.0
     retire_s: float = 15.0
+    halt_s: float = 10.0
     rollback_s: float = 30.0
     status_s: float = 10.0
     overall_s: float = 900.0
@@ -40,6 +42,7 @@ class OperationDeadlines:
         return {
             "planned": self.overall_s,
             "provisioning": self.provision_s,
+            "halting": self.halt_s,
             "connecting": self.connect_s,
             "transferring": self.transfer_s,
         }[phase]

@@ -4,17 +4,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from types import NoneType
 from typing import Any, TypeVar, cast
 
+import psutil
 import ray
 import zmq.asyncio
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from moeray.comm.calls import Address, Caller
 from moeray.comm.errors import MoerayError, StartupError, WorkerDied
-from moeray.comm.messages import MemberStatus, TransferReport
+from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -24,9 +26,10 @@ from moeray.elastic.state import SavedReport
 
 T = TypeVar("T")
 
-LOST_POLL_S = 0.2
-# How long one question whether a worker failed may stay unanswered.
-LOST_SLICE_S = 20.0
+# How long one question whether there is trouble may stay unanswered, and the pause after one that went wrong.
+TROUBLE_SLICE_S = 20.0
+TROUBLE_POLL_S = 0.2
+MAYBE_TROUBLE = cast("type[Trouble | None]", Trouble | None)
 KILL_POLL_S = 0.02
 FREED_TIMEOUT_S = 2.0
 FREED_POLL_S = 0.05
@@ -62,7 +65,7 @@ class RayMember(Member):
         client: KeyPair,
         context: zmq.asyncio.Context,
         control: Address | None = None,
-        listening: Awaitable[Address] | None = None,
+        listening: Awaitable[tuple[Address, int, str]] | None = None,
     ) -> None:
         """`control` is known of a worker that was found, `listening` gives it for one that is being created."""
         self.slot = slot
@@ -74,6 +77,7 @@ class RayMember(Member):
         self._caller: Caller | None = None
         self._death: asyncio.Task[str] | None = None
         self.control: Address | None = None
+        self._local_process: psutil.Process | None = None
         self._can_call = asyncio.Event()
         if control is not None:
             self._connect(control)
@@ -93,7 +97,7 @@ class RayMember(Member):
         try:
             while True:
                 await self._handle.run.remote()
-                await asyncio.sleep(LOST_POLL_S)
+                await asyncio.sleep(TROUBLE_POLL_S)
         except RayError as error:
             return one_line(error)
 
@@ -117,9 +121,12 @@ class RayMember(Member):
     async def created(self) -> None:
         assert self._listening is not None
         try:
-            self._connect(await self._listening)
+            control, pid, node = await self._listening
         except RayError as error:
             raise WorkerDied(one_line(error)) from error
+        self._connect(control)
+        if node == ray.get_runtime_context().get_node_id():
+            self._local_process = psutil.Process(pid)
 
     async def load(self, placement: ExpertPlacement | None, source: Member | None = None) -> WorkerReport:
         peer = source.control if isinstance(source, RayMember) else None
@@ -155,7 +162,16 @@ class RayMember(Member):
     async def status(self) -> MemberStatus:
         return await self._call("status", returns=MemberStatus)
 
-    async def lost(self) -> str:
+    async def halt(self, epoch: int) -> int:
+        return await self._call("halt", epoch, returns=int)
+
+    async def tick(self) -> Tick:
+        return await self._call("tick", returns=Tick)
+
+    async def assume(self, topology: Topology) -> None:
+        await self._call("assume", topology, returns=NoneType)
+
+    async def trouble(self, seen_epoch: int) -> Trouble:
         death = self._watch_death()
         can_call = asyncio.create_task(self._can_call.wait())
         try:
@@ -163,22 +179,25 @@ class RayMember(Member):
         finally:
             can_call.cancel()
         while not death.done():
-            asked, failure = time.monotonic(), None
+            asked, found = time.monotonic(), None
             with contextlib.suppress(TimeoutError, MoerayError):
-                async with asyncio.timeout(2 * LOST_SLICE_S):  # an answer may be lost together with a connection
-                    failure = await self._call(
-                        "wait_failure", LOST_SLICE_S, returns=cast("type[str | None]", str | None)
-                    )
-            if failure is not None:
-                return f"its engine failed: {failure}"
-            if time.monotonic() - asked < LOST_SLICE_S:
-                await asyncio.wait({death}, timeout=LOST_POLL_S)  # it was told to stop
-        return death.result()
+                async with asyncio.timeout(2 * TROUBLE_SLICE_S):  # an answer may be lost together with a connection
+                    found = await self._call("wait_trouble", seen_epoch, TROUBLE_SLICE_S, returns=MAYBE_TROUBLE)
+            if found is not None:
+                reason = f"its engine failed: {found.reason}" if found.is_fatal else found.reason
+                return replace(found, reason=reason)
+            if time.monotonic() - asked < TROUBLE_SLICE_S:
+                await asyncio.wait({death}, timeout=TROUBLE_POLL_S)
+        return Trouble(epoch=seen_epoch, reason=death.result(), is_fatal=True)
 
     async def stop(self) -> None:
         await self._call("stop", returns=bool)
 
     async def kill(self) -> None:
+        if self._local_process is not None:
+            # Ray asks a process to end itself first, and waits; one that hangs holds up all others meanwhile.
+            with contextlib.suppress(psutil.Error):
+                self._local_process.kill()
         ray.kill(self._handle, no_restart=True)
         with contextlib.suppress(RayError):
             while True:  # while `run` blocks, this call fails with the process

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moeray.comm.errors import MoerayError, StartupError, WorkerDied
@@ -22,6 +22,14 @@ logger = logging.getLogger(__name__)
 VERSIONS_PER_LIFE = 1 << 32
 
 
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Members (slot, incarnation) that are gone without a trace, and whether the group has to be made again."""
+
+    gone: tuple[tuple[int, int], ...]
+    is_broken: bool
+
+
 def restored(saved: SavedState, again: Membership, generation: int) -> Membership:
     """The membership as it was last written; `again` if the first epoch never served, and it must start anew."""
     version = generation * VERSIONS_PER_LIFE
@@ -39,11 +47,11 @@ def restored(saved: SavedState, again: Membership, generation: int) -> Membershi
 
 async def adopt_members(
     saved: SavedState, fleet: Fleet, source: WorkerSource, board: Board, config: ControllerConfig
-) -> None:
+) -> Adopted:
     """Afterwards the fleet has all workers that live and are of use; the others are ended.
 
-    The topology on the board is the one that the members serve. Raises `StartupError` if one of them is gone: an
-    operation in flight may still have both epochs, and is not judged here.
+    The topology on the board is the one that the members serve. An operation in flight may still have both epochs, and
+    is not judged here.
     """
     found: list[Member] = []
     for known in saved.members:
@@ -57,24 +65,28 @@ async def adopt_members(
             found.append(member)
     if saved.topology is None:
         await take_down(found, orderly=False, timeout_s=config.stop_timeout_s)
-        return
+        return Adopted(gone=(), is_broken=False)
     for member in found:
         fleet.adopt(member)
     status_s = config.operation_deadlines.status_s
     answers = await on_all(found, lambda member: _ask(member, status_s))
     in_flight = saved.in_flight.view if saved.in_flight is not None else None
     busy = {*in_flight.targets, *in_flight.leavers} if in_flight is not None else set()
+    statuses = [answer for answer in answers if isinstance(answer, MemberStatus)]
     if in_flight is None:
-        _adopt_topology(board, saved.topology, [answer for answer in answers if isinstance(answer, MemberStatus)])
+        _adopt_topology(board, saved.topology, statuses)
     serving = board.current.topology
     assert serving is not None
+    # A worker that is found dead is heard of by the watch that `adopt` began.
+    handles = {(member.slot, member.incarnation) for member in found}
+    gone = tuple((m.slot, m.incarnation) for m in serving.members if (m.slot, m.incarnation) not in handles)
     alive = {member.slot for member, answer in zip(found, answers, strict=True) if answer != "dead"}
-    if gone := [slot for slot in serving.slots if slot not in alive]:
-        raise StartupError(f"workers {gone} are gone, they are members of epoch {serving.epoch}")
     for record in board.current.members:
         is_spare = record.state == "spare" and record.slot in alive
         if record.slot not in serving.slots and record.slot not in busy and not is_spare:
             await fleet.end(record.slot, orderly=False, timeout_s=config.stop_timeout_s)
+    is_repairing = in_flight is not None and in_flight.kind == "repair"
+    return Adopted(gone=gone, is_broken=is_repairing or any(status.is_halted for status in statuses))
 
 
 async def _ask(member: Member, timeout_s: float) -> MemberStatus | Literal["dead", "silent"]:

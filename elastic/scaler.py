@@ -1,9 +1,10 @@
 """Takes wishes for another size, one at a time, and tells what became of them."""
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from moeray.comm.errors import MoerayError, OperationRefused
 from moeray.elastic.board import Board
@@ -14,6 +15,7 @@ from moeray.elastic.member import WorkerSource
 from moeray.elastic.operations import Reconfiguration, Tools
 from moeray.elastic.phases import ended, entered
 from moeray.elastic.planner import num_moved, plan_placement
+from moeray.elastic.repair import Repair
 from moeray.elastic.scaling import ScalePlan, check_types, plan_scale
 from moeray.elastic.spares import Spares
 from moeray.elastic.state import InFlight, SavedState
@@ -50,25 +52,47 @@ class Scaler:
         self._save = save
         self._on_failed = on_failed
         self._planning = asyncio.Lock()
+        self._num_pauses = 0
         self._current: Reconfiguration | None = None
         self._restored: InFlight | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_idle(self) -> bool:
-        return self.in_flight is None and not self._planning.locked()
+        is_over = self._task is None or self._task.done()
+        return is_over and self.in_flight is None and not self._planning.locked()
 
     @property
     def in_flight(self) -> InFlight | None:
         """The operation that runs, as a restarted controller needs it."""
         return self._current.in_flight if self._current is not None else self._restored
 
-    async def scale(self, request: ScaleRequest) -> OperationView:
+    def take_epoch(self) -> int:
+        """A number for an epoch, that no other operation gets."""
+        self.next_epoch += 1
+        return self.next_epoch - 1
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Entered once no operation runs; none is begun until it is left."""
+        self._num_pauses += 1
+        try:
+            async with self._planning:
+                if self._task is not None:
+                    await asyncio.wait({self._task})
+                yield
+        finally:
+            self._num_pauses -= 1
+
+    async def scale(self, request: ScaleRequest, *, kind: str = "scale") -> OperationView:
         """Begin the operation and return it; one that has nothing to do, or a known id, returns what is known.
 
         Raises `ValueError` with the limits, and `OperationRefused` while another runs or the group does not serve.
         """
         check_types(request)
+        if self._num_pauses:
+            self.history.check_idle()
+            raise OperationRefused("the group is being repaired, it must serve before it can be scaled")
         async with self._planning:
             operation_id = request.operation_id or uuid.uuid4().hex
             known = self.history.get(operation_id)
@@ -78,7 +102,7 @@ class Scaler:
             state = self._board.current.state
             if state != "serving":
                 raise OperationRefused(f"the deployment is {state}, it must serve before it can be scaled")
-            operation = await self._plan(request, operation_id)
+            operation = await self._plan(request, operation_id, kind)
             if operation is None:
                 await self._save()
             else:
@@ -97,8 +121,7 @@ class Scaler:
         operation = self._current
         if operation is None:
             return False
-        topology = self._board.current.topology
-        in_group = topology is not None and slot in topology.slots
+        in_group = slot in self._board.current.survivors
         if slot in operation.view.leavers and not in_group:
             return True  # it was about to end anyway
         if slot not in operation.everyone:
@@ -117,7 +140,8 @@ class Scaler:
     def resume(self) -> None:
         """Bring the operation to its end that ran when the controller died, if any did."""
         if self._restored is not None:
-            operation = Reconfiguration(self._tools(), self._restored, None)
+            make = Repair if self._restored.view.kind == "repair" else Reconfiguration
+            operation = make(self.tools(), self._restored, None)
             self._begin(operation, operation.resume)
             self._restored = None
 
@@ -127,7 +151,8 @@ class Scaler:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _tools(self) -> Tools:
+    def tools(self) -> Tools:
+        """What operations work with."""
         return Tools(
             fleet=self._fleet,
             board=self._board,
@@ -155,6 +180,7 @@ class Scaler:
     def _begin(self, operation: Reconfiguration, work: Callable[[], Awaitable[None]]) -> None:
         self._current = operation
         self._task = asyncio.get_running_loop().create_task(self._carry_out(operation, work))
+        self._task.add_done_callback(lambda _: self._spares.refill())
 
     async def _carry_out(self, operation: Reconfiguration, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -165,9 +191,8 @@ class Scaler:
             self._current = None
         if operation.view.outcome == "failed":
             self._on_failed(f"operation {operation.view.operation_id}: {operation.view.reason}")
-        self._spares.refill()
 
-    async def _plan(self, request: ScaleRequest, operation_id: str) -> Reconfiguration | None:
+    async def _plan(self, request: ScaleRequest, operation_id: str, kind: str) -> Reconfiguration | None:
         """Puts the operation into the history; None if it is over at once. Raises `ValueError`."""
         topology = self._board.current.topology
         assert topology is not None
@@ -181,7 +206,7 @@ class Scaler:
         placement = plan_placement(topology.placement, targets)
         view = OperationView(
             operation_id=operation_id,
-            kind="scale",
+            kind=kind,
             requested=_requested(request),
             phase="",
             outcome=None,
@@ -200,11 +225,11 @@ class Scaler:
             self.history.put(ended(view, "done", "nothing to do: that is its size"))
             return None
         logger.info("operation %s: slots %s become %s", operation_id, topology.slots, targets)
-        self.next_epoch += 1
+        self.take_epoch()
         for slot in spares:
             self._spares.take(slot)
         self.history.put(view)
-        return Reconfiguration(self._tools(), InFlight(view=view, topology=None, spares=spares), placement)
+        return Reconfiguration(self.tools(), InFlight(view=view, topology=None, spares=spares), placement)
 
     def _choose_joiners(self, plan: ScalePlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Slots that join, and which of them are spares: those first, then the lowest free ones."""

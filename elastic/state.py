@@ -15,7 +15,7 @@ from moeray.comm.errors import StartupError
 from moeray.comm.topology import Topology
 from moeray.elastic.member import WorkerReport
 from moeray.elastic.membership import MemberRecord
-from moeray.elastic.view import OperationView
+from moeray.elastic.view import FaultView, OperationView
 
 
 class StateStore(Protocol):
@@ -111,6 +111,7 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     public_key: str
     secret_key: str
     history: tuple[OperationView, ...]
+    faults: tuple[FaultView, ...]
     in_flight: InFlight | None
 
 

@@ -49,14 +49,25 @@ class Switch:
             call.cancel()
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
-    async def members(self) -> str | None:
-        """Wait until all members of the next epoch have switched. Returns why they did not, None if they did."""
+    async def members(self, lost: asyncio.Event) -> str | None:
+        """Wait until all members of the next epoch have switched. Returns why they did not, None if they did.
+
+        `lost` is set when one of them is known to be dead, which the others may not survive in their group.
+        """
         limit_s, epoch = self._deadlines.switch_s, self._operation.to_epoch
         calls = {slot: self._calls[slot] for slot in self._operation.targets}
-        await asyncio.wait(calls.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        all_switched = asyncio.create_task(asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION))
+        one_lost = asyncio.create_task(lost.wait())
+        await asyncio.wait({all_switched, one_lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        all_switched.cancel()
+        one_lost.cancel()
         behind = {slot: call for slot, call in calls.items() if not call.done() or call.exception() is not None}
         if not behind:
             return None
+        if lost.is_set():
+            return (
+                f"epoch {epoch} was committed and cannot be undone, but one of its workers died before all had switched"
+            )
         causes = "".join(f"; worker {slot}: {call.exception()}" for slot, call in behind.items() if call.done())
         return (
             f"epoch {epoch} was committed and cannot be undone, but workers {', '.join(map(str, behind))} did not "

@@ -5,8 +5,18 @@ import msgspec
 # "leaving" serves the sequences it has and gets no new ones; "spare" has its weights and no rank.
 MEMBER_STATES = ("starting", "loading", "joining", "serving", "leaving", "spare", "dead")
 
-# In the order of a good end; "rolled_back" takes the place of what did not come.
-PHASES = ("planned", "provisioning", "connecting", "transferring", "ready", "switched", "retired", "rolled_back")
+# In the order of a good end; "rolled_back" takes the place of what did not come. Only repairs are "halting".
+PHASES = (
+    "planned",
+    "provisioning",
+    "halting",
+    "connecting",
+    "transferring",
+    "ready",
+    "switched",
+    "retired",
+    "rolled_back",
+)
 OUTCOMES = ("done", "rolled_back", "failed")
 
 
@@ -45,7 +55,8 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent picture; `version` grows with every change.
 
-    `state` is "starting", "serving", "failed" or "stopping"; `cause` says in one line why it failed.
+    `state` is "starting", "serving", "recovering" (too few are left to serve, others start), "failed" or "stopping";
+    `cause` says in one line why it does not serve.
     `placement[layer][member][seat]` is the logical expert in each seat, -1 for none; members in rank order.
     """
 
@@ -109,6 +120,24 @@ class OperationView(msgspec.Struct, frozen=True, kw_only=True):
     def started_at(self, phase: str) -> float | None:
         """When the phase was reached, in Unix seconds; None if it never was."""
         return next((view.started_at for view in self.phases if view.name == phase), None)
+
+
+class FaultView(msgspec.Struct, frozen=True, kw_only=True):
+    """A member of the group that was lost, or whose group was. Times are Unix seconds.
+
+    `kind` says how: it died, was silent, stalled, or lost its group. `recovered_s` is how long it took until the group
+    served again, as epoch `to_epoch`; None while it does not.
+    """
+
+    fault_id: int
+    slot: int
+    incarnation: int
+    kind: str
+    cause: str
+    epoch: int
+    at: float
+    recovered_s: float | None
+    to_epoch: int | None
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The Ray actor around a worker: it gives the worker a process, and takes no part in what happens there."""
 
 import logging
+import os
 from typing import ClassVar
 
 import ray
@@ -25,9 +26,9 @@ class WorkerActor:
         self._server = CallServer(host=host, keys=new_key_pair(), client_keys=(client.public,))
         self._control = self.control_class(slot, incarnation, config, client, host, self._server.address)
 
-    def listen(self) -> Address:
-        """Where the worker takes its commands from now on."""
-        return self._server.address
+    def listen(self) -> tuple[Address, int, str]:
+        """Where the worker takes its commands from now on; its process id, and the id of its Ray node."""
+        return self._server.address, os.getpid(), ray.get_runtime_context().get_node_id()
 
     def run(self) -> None:
         """Carry commands out until the process ends. Blocks the process's main thread, which is Ray's."""

@@ -30,6 +30,17 @@ class CommitEpoch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Halt:
+    """The serving group is given up: leave it before the next step, and wait for the commit of a later epoch.
+
+    Epochs before `epoch` are void from now on. `done` gets the epoch that is left once nothing of it runs any more.
+    """
+
+    epoch: int
+    done: "Future[int]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StartHandOver:
     """Copy KV to these slots from now on; `done` gets the number of blocks once the existing ones are copied.
 

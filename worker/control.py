@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeray.comm.calls import Address, BlockingCaller
 from moeray.comm.errors import StartupError
-from moeray.comm.messages import MemberStatus, TransferReport
+from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -175,16 +175,31 @@ class WorkerControl:
         """See `Worker.status`."""
         return self.worker.status()
 
-    async def wait_failure(self, timeout_s: float) -> str | None:
-        """What the engine failed with, once it has ended; None if it was told to stop, or after `timeout_s`."""
+    async def halt(self, epoch: int) -> int:
+        """See `Worker.halt`."""
+        return await asyncio.wrap_future(self.worker.halt(epoch))
+
+    async def tick(self) -> Tick:
+        """See `Engine.tick`."""
+        engine = self.worker.engine
+        if engine is None:
+            raise StartupError(f"slot {self.slot} does not serve yet")
+        return engine.tick()
+
+    async def assume(self, topology: Topology) -> None:
+        """See `Worker.assume`."""
+        self.worker.assume(topology)
+
+    async def wait_trouble(self, seen_epoch: int, timeout_s: float) -> Trouble | None:
+        """See `TroubleBox.wait`; None too if the engine does not run yet after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._serving.wait()
         except TimeoutError:
             return None
-        if not await asyncio.to_thread(self.worker.wait, timeout_s):
-            return None
-        return self.worker.engine.failure if self.worker.engine else None
+        engine = self.worker.engine
+        assert engine is not None
+        return await asyncio.to_thread(engine.trouble.wait, seen_epoch, timeout_s)
 
     async def _exit_if_orphaned(self) -> None:
         while not await asyncio.to_thread(self.worker.wait, ORPHAN_CHECK_S):

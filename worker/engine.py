@@ -4,6 +4,9 @@ Every rank sees the same headers and so takes the same decision; there is no oth
 ranks park, each blocked on its inbox; who leaves the park first wakes its peers. Once all ranks say `ready` for the
 next epoch they switch to its group between two steps, with the batch that was scheduled; a joiner's first act is the
 header exchange of that epoch, and a leaver hands its sequences over.
+
+If the group breaks, the step that ran is forgotten, and the engine halts until the controller has made another group of
+those that are left. Sequences, blocks and positions stand, because they advance only when a step is committed.
 """
 
 import logging
@@ -14,15 +17,16 @@ import torch
 
 from moeray.comm.errors import EpochMismatch, GroupError
 from moeray.comm.group import CommGroup
-from moeray.comm.messages import KVBlock, StopEngine, Wake
+from moeray.comm.messages import KVBlock, StopEngine, Tick, Trouble, Wake
 from moeray.worker.batch import prepare_batch
 from moeray.worker.beside import SLICE_S, Job, JobQueue
-from moeray.worker.commands import CommitEpoch, PreparedEpoch, StartHandOver
+from moeray.worker.commands import CommitEpoch, Halt, PreparedEpoch, StartHandOver
 from moeray.worker.engine_parts import EngineParts
 from moeray.worker.handover import HandOver, keep_block
 from moeray.worker.messages import Abort, Attach, HandedOver, HandedOverSequence, Rejected, Submit
 from moeray.worker.request import Sequence
 from moeray.worker.scheduler import ScheduledBatch
+from moeray.worker.trouble import TroubleBox
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ logger = logging.getLogger(__name__)
 EPOCH, STEP, NUM_TOKENS, STOPPING, READY, HEADER_SIZE = 0, 1, 2, 3, 4, 5
 NOT_READY = -1
 NO_STEP = -1
+# While halted nothing else is to be done: work for the next epoch gets all the time.
+HALTED_SLICE_S = 0.05
 # The longest a parked rank sleeps before it looks at its lease again.
 PARK_SLICE_S = 1.0
 
@@ -37,7 +43,8 @@ PARK_SLICE_S = 1.0
 class Engine:
     """Runs steps in the thread that calls `run`.
 
-    Other threads may read `failure`, `orphaned`, `has_left`, `num_requests`, `epoch` and `topology`.
+    Other threads may read `failure`, `orphaned`, `has_left`, `is_halted`, `num_requests`, `epoch` and `topology`, and
+    wait for `trouble`. While it is halted they may set `topology`.
     """
 
     def __init__(self, parts: EngineParts, epoch: PreparedEpoch, joined: "Future[int] | None" = None) -> None:
@@ -46,11 +53,17 @@ class Engine:
         self.failure: str | None = None
         self.orphaned = False
         self.has_left = False
+        self.trouble = TroubleBox()
         self.topology = epoch.topology
         self._group: CommGroup = epoch.group
         self._next: CommitEpoch | None = None
         self._switching: Future[int] | None = joined
         self._hand_over: HandOver | None = None
+        self._halt: Halt | None = None
+        self.is_halted = False
+        self._may_enter = False
+        self._is_parked = False
+        self._void_before = 0
         self._jobs = JobQueue()
         self._kept: ScheduledBatch | None = None
         self._step = 0
@@ -70,18 +83,24 @@ class Engine:
     def epoch(self) -> int:
         return self.topology.epoch
 
+    def tick(self) -> Tick:
+        """How far this rank is; from any thread."""
+        counters = self.parts.reporter.counters
+        return Tick(
+            epoch=self.epoch,
+            position=self._group.num_begun,
+            progress=counters.steps + self.parts.exchange.num_finished,
+            is_parked=self._is_parked,
+            num_requests=self.num_requests,
+        )
+
     @torch.inference_mode()
     def run(self) -> None:
         """Step until told to stop, orphaned, or failed; a failure is kept in `failure` and told to the front end."""
         self.parts.mailbox.start_waiting()
         try:
-            while self._run_one():
+            while self._run_or_halt():
                 pass
-        except GroupError as error:
-            # While all stop, a peer that has left already is no failure.
-            if not self._stopping:
-                logger.error("%s step loop ended: %s", self._where(), error)
-                self._fail(error)
         except Exception as error:
             logger.exception("%s step loop ended", self._where())
             self._fail(error)
@@ -94,12 +113,32 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
         self.parts.reporter.send_failure(self.failure)
+        self._let_go_of_switches(self.failure)
+        self.trouble.put(Trouble(epoch=self.epoch, reason=self.failure, is_fatal=True))
+
+    def _let_go_of_switches(self, reason: str) -> None:
         for waiting in (self._switching, self._next.done if self._next else None):
             if waiting is not None and not waiting.done():
-                waiting.set_exception(GroupError(self.failure))
+                waiting.set_exception(GroupError(reason))
+        self._switching = self._next = None
 
     def _where(self) -> str:
         return f"[{self.parts.slot}.{self.parts.incarnation} epoch {self.epoch} step {self._step}]"
+
+    def _run_or_halt(self) -> bool:
+        """One round, or the wait for another group if this one is given up; False when the loop ends."""
+        try:
+            if self._halt is None:
+                return self._run_one()
+            reason = "the controller gave the group up"
+        except GroupError as error:
+            # While all stop, a peer that has left already is no failure.
+            if self._stopping:
+                return False
+            logger.warning("%s lost its group: %s", self._where(), error)
+            self.trouble.put(Trouble(epoch=self.epoch, reason=str(error), is_fatal=False))
+            reason = str(error)
+        return self._wait_halted(reason)
 
     def _run_one(self) -> bool:
         """One round of the header exchange and what it decides; False when the loop ends."""
@@ -169,14 +208,20 @@ class Engine:
     def _park(self) -> bool:
         """Sleep until there is work here or at a peer; False if orphaned."""
         self.parts.reporter.send_stats_if_changed(self.epoch, self._step)
-        while not (self.parts.scheduler.has_work or self._is_woken or self._stopping or self._calls_peers):
+        self._is_parked = True
+        while not (self._has_cause_to_step or self._halt is not None):
             self._receive(0.0 if self._jobs else PARK_SLICE_S)
             self._work_beside()
             if not self._may_go_on():
                 return False
-        if not self._is_woken:
+        self._is_parked = False
+        if not self._is_woken and self._halt is None:
             self.parts.peers.send_all(Wake(self.epoch, self._step, self.parts.slot))
         return True
+
+    @property
+    def _has_cause_to_step(self) -> bool:
+        return self.parts.scheduler.has_work or self._is_woken or self._stopping or self._calls_peers
 
     @property
     def _is_woken(self) -> bool:
@@ -206,14 +251,17 @@ class Engine:
             commit.done.set_result(commit.epoch)
             self._linger()
             return False
+        self._kept = batch
+        self._enter(prepared, commit.done)
+        return True
+
+    def _enter(self, prepared: PreparedEpoch, done: "Future[int]") -> None:
         self.topology, self._group = prepared.topology, prepared.group
         self.parts.exchange.switch(prepared.exchange)
         self.parts.peers.update(prepared.topology.members, self.parts.slot)
         self._step, self._woken_step = 0, NO_STEP
-        self._kept = batch
-        self._switching = commit.done
+        self._switching = done
         logger.info("%s switched, %d members", self._where(), prepared.topology.size)
-        return True
 
     def _leave(self, epoch: int) -> None:
         scheduler = self.parts.scheduler
@@ -238,6 +286,37 @@ class Engine:
             if late:
                 self._send_handed_over(self.epoch, late)
                 self.parts.scheduler.abort_all()
+
+    # A lost group
+
+    def _wait_halted(self, reason: str) -> bool:
+        """Out of the group until the controller commits another epoch; False if the loop ends.
+
+        The step that ran is forgotten. It is scheduled again, because sequences advance by what is committed only.
+        """
+        # Peers that wait in an exchange hear of it by this.
+        threading.Thread(target=self._group.close, name="close group", daemon=True).start()
+        self._kept, self._hand_over, self._calls_peers = None, None, False
+        self.parts.expert_load.discard()
+        self._let_go_of_switches(reason)
+        self.is_halted, self._may_enter = True, False
+        if self._halt is not None:
+            self._answer_halt(self._halt)
+        while self._next is None:
+            if self._stopping or not self._may_go_on():
+                return False
+            self._receive(0.0 if self._jobs else PARK_SLICE_S)
+            self._jobs.run_slice(HALTED_SLICE_S)
+        commit, self._next, self._calls_peers = self._next, None, False
+        assert commit.prepared is not None
+        self.is_halted = False
+        self._enter(commit.prepared, commit.done)
+        return True
+
+    def _answer_halt(self, halt: Halt) -> None:
+        self._let_go_of_switches("the controller gave the group up")
+        self._halt, self._may_enter = None, True
+        halt.done.set_result(self.epoch)
 
     # What arrives
 
@@ -264,8 +343,21 @@ class Engine:
                 case StartHandOver():
                     self._on_hand_over(message)
                 case CommitEpoch():
-                    self._next = message
-                    self._calls_peers = True
+                    self._on_commit(message)
+                case Halt():
+                    self._void_before = max(self._void_before, message.epoch)
+                    if self.is_halted:
+                        self._answer_halt(message)
+                    else:
+                        self._halt = message
+
+    def _on_commit(self, message: CommitEpoch) -> None:
+        is_void = message.epoch < self._void_before
+        if is_void or (self.is_halted and (not self._may_enter or message.prepared is None)):
+            message.done.set_exception(GroupError(f"epoch {message.epoch} was given up"))
+        else:
+            self._next = message
+            self._calls_peers = True
 
     def _on_hand_over(self, message: StartHandOver) -> None:
         if message.targets:

@@ -16,7 +16,7 @@ from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import Inbox, KeyPair, PeerLinks, new_key_pair
 from moeray.comm.topology import Topology
 from moeray.worker.beside import Job
-from moeray.worker.commands import CommitEpoch, PreparedEpoch, StartHandOver
+from moeray.worker.commands import CommitEpoch, Halt, PreparedEpoch, StartHandOver
 from moeray.worker.config import WorkerConfig, WorkerReady
 from moeray.worker.engine import Engine
 from moeray.worker.engine_parts import assemble
@@ -192,6 +192,30 @@ class Worker:
         done.add_done_callback(lambda _: self._drop_stores_before(epoch))
         return done
 
+    def halt(self, epoch: int) -> "Future[int]":
+        """Give the serving group up and wait for this epoch, or a later one; earlier ones that were prepared are void.
+
+        The future gets the epoch that is left, once nothing of it runs any more: a step that hangs in an exchange ends
+        when a peer's process does, or leaves the group itself. Raises `StartupError` if there is no step loop.
+        """
+        if self.engine is None:
+            raise StartupError(f"slot {self.slot} does not serve, it has no group to give up")
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.group.close()
+        self._leaving = False
+        done: Future[int] = Future()
+        self._post(Halt(epoch, done))
+        return done
+
+    def assume(self, topology: Topology) -> None:
+        """While halted: count from this epoch's placement, which others serve already, and whose seats are filled."""
+        engine = self.engine
+        if engine is None:
+            raise StartupError(f"slot {self.slot} does not serve, it cannot assume epoch {topology.epoch}")
+        if topology.epoch > engine.epoch:
+            engine.topology = topology
+
     def discard(self, epoch: int) -> None:
         """Forget an epoch that was prepared, or is being prepared, and not committed; harmless if there is none."""
         self._discarded.add(epoch)
@@ -216,6 +240,7 @@ class Worker:
             topology=engine.topology if engine else None,
             dispatcher=loaded.exchange.describe() if loaded and engine else "",
             is_serving=engine is not None and not engine.has_left and not self.wait(0.0),
+            is_halted=engine is not None and engine.is_halted,
         )
 
     def serve(self) -> None:

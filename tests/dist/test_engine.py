@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moeray.comm.messages import Trouble
 from moeray.worker.messages import Attach, SamplingParams
 from tests.support.checkpoints import save_qwen3_moe
 from tests.support.workers import FrontEnd, WorkerSet, wait_until
@@ -136,24 +137,28 @@ def test_garbage_on_the_socket_is_dropped(front_end: FrontEnd) -> None:
     wait_until(lambda: front_end.is_done("good"), "the good request")
 
 
-def test_a_dead_peer_fails_the_others_by_name_and_nothing_hangs(tiny: Path) -> None:
+def test_a_failed_engine_says_why_and_its_peers_wait_for_another_group(tiny: Path) -> None:
     workers = WorkerSet(tiny, 2, group_timeout_s=5.0)
     front_end = FrontEnd(workers.topology, workers.client, 1)
     front_end.attach()
-    victim = workers.workers[1]
+    victim, survivor = workers.workers[1], workers.workers[0]
     assert victim.engine is not None
+    assert survivor.engine is not None
     victim.engine._run_one = lambda: (_ for _ in ()).throw(ValueError("injected"))  # type: ignore[method-assign]
     front_end.submit(0, "one", [1], GREEDY)
     wait_until(lambda: victim.wait(0.0), "the victim's end")
     assert victim.engine.failure == "ValueError: injected"
+    assert victim.engine.trouble.wait(-1, 0.0) == Trouble(epoch=0, reason="ValueError: injected", is_fatal=True)
     victim._close()
-    survivor = workers.workers[0]
-    wait_until(lambda: survivor.wait(0.0), "the survivor's end")
-    assert survivor.engine is not None
-    assert "Group" in (survivor.engine.failure or "")
-    wait_until(lambda: front_end.pump() and len(front_end.failures) == 2, "both failures told")
+    trouble = survivor.engine.trouble.wait(-1, 5.0)
+    assert trouble is not None
+    assert not trouble.is_fatal
+    assert "slot 0) of slots [0, 1]: header exchange failed" in trouble.reason
+    assert survivor.status().is_halted
+    wait_until(lambda: front_end.pump() and len(front_end.failures) == 1, "the victim's failure told")
+    assert survivor.stop(5.0)
+    assert survivor.engine.failure is None
     front_end.close()
-    survivor._close()
 
 
 def test_workers_without_a_front_end_leave_by_themselves(tiny: Path) -> None:

@@ -12,6 +12,7 @@ from moeray.elastic.scaling import ScaleLimits, check_types, plan_scale
 from moeray.elastic.view import (
     Attachment,
     ClusterView,
+    FaultView,
     MemberView,
     ModelView,
     OperationView,
@@ -80,6 +81,7 @@ class FakeControl:
         self.keys = keys
         self.requests: list[ScaleRequest] = []
         self.history: dict[str, OperationView] = {}
+        self.faulty: list[FaultView] = []
         self.num_questions = 0
 
     async def attach(self) -> Attachment:
@@ -150,6 +152,10 @@ class FakeControl:
         self._check_answers()
         self.num_questions += 1
         return tuple(self.history.values())
+
+    async def faults(self) -> tuple[FaultView, ...]:
+        self._check_answers()
+        return tuple(self.faulty)
 
     async def operation(self, operation_id: str) -> OperationView | None:
         self._check_answers()

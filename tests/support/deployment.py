@@ -28,6 +28,7 @@ class Deployment:
         num_spares: int = 0,
         overall_s: float = 10.0,
         history_limit: int = 100,
+        replace: bool = True,
     ) -> None:
         self.cluster = FakeCluster(num_experts)
         self.config = ControllerConfig(
@@ -46,6 +47,7 @@ class Deployment:
                 transfer_s=SHORT_S,
                 switch_s=SHORT_S,
                 retire_s=SHORT_S,
+                halt_s=SHORT_S,
                 rollback_s=SHORT_S,
                 status_s=SHORT_S,
                 overall_s=overall_s,
@@ -53,6 +55,7 @@ class Deployment:
             history_limit=history_limit,
             spare_retry_s=0.01,
             stop_timeout_s=SHORT_S,
+            replace=replace,
         )
         self.values: dict[str, bytes] = {}
         self.views: list[ClusterView] = []
@@ -87,7 +90,7 @@ class Deployment:
 
     def _check_view(self, view: ClusterView) -> None:
         ranks = sorted(member.rank for member in view.members if member.rank is not None)
-        if view.model is None:
+        if view.model is None or view.state == "recovering":  # slots of dead members have others already
             return
         assert ranks == list(range(len(view.placement[0])))
         by_rank = {member.rank: member for member in view.members}
@@ -150,7 +153,7 @@ class Deployment:
         """Until nothing goes on; then everything that a good or a bad end promises must hold."""
         async with asyncio.timeout(WAIT_S):
             await self.manager._adopted.wait()
-            while not self.manager._scaler.is_idle or self.manager._spares._loading is not None:
+            while not self.manager._is_idle or self.manager._spares._loading is not None or self._is_replacing():
                 await asyncio.sleep(0.001)
         view = self.view()
         assert view.state == "serving", view.cause
@@ -163,6 +166,10 @@ class Deployment:
         topology = next(p.topology for p in self.cluster.alive.values() if p.is_serving)
         assert topology is not None
         assert (view.epoch, view.placement) == (topology.epoch, topology.placement.assignments)
+
+    def _is_replacing(self) -> bool:
+        replacing = self.manager._repairs._replacing
+        return replacing is not None and not replacing.done()
 
     async def stop(self) -> None:
         await self.manager.stop(True)

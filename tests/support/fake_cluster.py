@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from moeray.comm.calls import Address
 from moeray.comm.errors import MoerayError, StartupError, WorkerDied
-from moeray.comm.messages import MemberStatus, TransferReport
+from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -33,11 +33,21 @@ class FakeProcess:
         self.is_serving = False
         self.is_handing_over = False
         self.is_loaded = False
+        self.is_halted = False
+        self.void_before = 0
+        self.trouble: Trouble | None = None
+        self.has_trouble = asyncio.Event()
         self.switched: dict[int, asyncio.Event] = {}
 
     @property
     def epoch(self) -> int:
         return self.topology.epoch if self.topology is not None else -1
+
+    def lose_group(self, reason: str = "connection reset") -> None:
+        """An exchange failed: the step loop leaves its group, and says so."""
+        self.is_halted = True
+        self.trouble = Trouble(epoch=self.epoch, reason=reason, is_fatal=False)
+        self.has_trouble.set()
 
     async def run(self, name: str) -> None:
         """What each call does first: it is noted, and fails if a fault is set."""
@@ -94,7 +104,7 @@ class FakeMember(Member):
 
     async def load(self, placement: ExpertPlacement | None, source: Member | None = None) -> SavedReport:
         await self._call("load")
-        assert (placement is None) == (source is not None), "a joiner gets a source, a first worker its seats"
+        assert placement is None or source is None, "a first worker needs no source"
         self.process.is_loaded = True
         return SavedReport(
             slot=self.slot,
@@ -161,7 +171,7 @@ class FakeMember(Member):
         if epoch in self.process.switched:
             raise StartupError(f"cannot commit epoch {epoch}, it was not prepared here")
         process, cluster = self.process, self.process.cluster
-        if process.prepared is None and not process.is_handing_over:
+        if epoch < process.void_before or (process.prepared is None and not process.is_handing_over):
             raise StartupError(f"cannot commit epoch {epoch}, it was not prepared here")
         await self._call("commit")
         process.committed = epoch
@@ -192,11 +202,41 @@ class FakeMember(Member):
             committed_epoch=process.committed,
             topology=process.topology,
             is_serving=process.is_serving,
+            is_halted=process.is_halted,
         )
 
-    async def lost(self) -> str:
-        await self.process.died.wait()
-        return "its process died"
+    async def halt(self, epoch: int) -> int:
+        await self._call("halt")
+        process = self.process
+        assert process.is_serving
+        process.is_halted, process.is_handing_over, process.prepared = True, False, None
+        process.void_before = max(process.void_before, epoch)
+        return process.epoch
+
+    async def tick(self) -> Tick:
+        await self._call("tick")
+        process = self.process
+        return Tick(epoch=process.epoch, position=0, progress=0, is_parked=True, num_requests=0)
+
+    async def assume(self, topology: Topology) -> None:
+        await self._call("assume")
+        assert self.process.is_halted
+        assert topology.epoch > self.process.epoch
+        self.process.topology = topology
+
+    async def trouble(self, seen_epoch: int) -> Trouble:
+        process = self.process
+        while not process.died.is_set():
+            if process.trouble is not None and process.trouble.epoch > seen_epoch:
+                return process.trouble
+            process.has_trouble.clear()
+            events = [asyncio.create_task(event.wait()) for event in (process.died, process.has_trouble)]
+            try:
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for event in events:
+                    event.cancel()
+        return Trouble(epoch=seen_epoch, reason="its process died", is_fatal=True)
 
     async def stop(self) -> None:
         await self._call("stop")
@@ -268,6 +308,7 @@ class FakeCluster(WorkerSource):
         for process in ranks:
             if process.slot in topology.slots:
                 process.topology, process.prepared, process.is_serving = topology, None, True
+                process.is_halted = False
             else:
                 process.is_serving = False
             if epoch in process.switched:
@@ -282,3 +323,4 @@ class FakeCluster(WorkerSource):
         assert {p.slot for p in serving} == set(topology.slots)
         assert all(p.prepared is None for p in self.alive.values()), "a prepared epoch was left behind"
         assert not any(p.is_handing_over for p in serving), "a survivor hands over"
+        assert not any(p.is_halted for p in serving), "a survivor was left halted"

@@ -11,18 +11,24 @@ class FakeStore(StateStore):
     """One controller's way to the shared `values`. After `cut` it reaches nothing: that controller is dead.
 
     `hold_at(phase, before)` makes the write of an operation that has reached this phase hang, before or after the
-    value is there; `held` is set then.
+    value is there, until `release`; `held` is set then.
     """
 
     def __init__(self, values: dict[str, bytes]) -> None:
         self.values = values
         self.held = asyncio.Event()
+        self._released = asyncio.Event()
         self._is_cut = False
         self._phase: str | None = None
         self._before = False
 
     def hold_at(self, phase: str, *, before: bool) -> None:
         self._phase, self._before = phase, before
+
+    def release(self) -> None:
+        """What hangs goes on, and nothing hangs any more."""
+        self._phase = None
+        self._released.set()
 
     def cut(self) -> None:
         self._is_cut = True
@@ -39,7 +45,7 @@ class FakeStore(StateStore):
             self.values["state"] = value
         if hold:
             self.held.set()
-            await asyncio.Event().wait()
+            await self._released.wait()
 
     async def clear(self) -> None:
         if not self._is_cut:

@@ -6,7 +6,7 @@ import signal
 
 from moeray.comm.calls import Address
 from moeray.comm.errors import CheckpointError, GroupTimeout
-from moeray.comm.messages import MemberStatus, TransferReport
+from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -16,6 +16,7 @@ from moeray.worker.control import WorkerControl
 
 NUM_LAYERS = 2
 NUM_EXPERTS = 8
+FAILS_AFTER_S = 0.5
 
 
 class FakeWorkerControl(WorkerControl):
@@ -40,6 +41,7 @@ class FakeWorkerControl(WorkerControl):
         self.prepared: Topology | None = None
         self.committed: int | None = None
         self.is_serving = False
+        self.is_halted = False
         self.hung: set[str] = set()
         self._maybe_fail("create")
 
@@ -110,7 +112,7 @@ class FakeWorkerControl(WorkerControl):
         await self._call("serve")
         self.topology, self.prepared, self.is_serving = self.prepared, None, True
         if self._is_told("engine", "fail"):
-            self.failed.set()
+            asyncio.get_running_loop().call_later(FAILS_AFTER_S, self.failed.set)
 
     async def connect(self, topology: Topology, store: tuple[str, int]) -> str:
         assert store == ("127.0.0.1", 1234 + topology.epoch)
@@ -136,7 +138,7 @@ class FakeWorkerControl(WorkerControl):
             self.is_serving = False
         else:
             assert self.prepared.epoch == epoch
-            self.topology, self.prepared, self.is_serving = self.prepared, None, True
+            self.topology, self.prepared, self.is_serving, self.is_halted = self.prepared, None, True, False
         return epoch
 
     async def discard(self, epoch: int) -> None:
@@ -153,15 +155,30 @@ class FakeWorkerControl(WorkerControl):
             committed_epoch=self.committed,
             topology=self.topology,
             is_serving=self.is_serving,
+            is_halted=self.is_halted,
         )
 
-    async def wait_failure(self, timeout_s: float) -> str | None:
+    async def halt(self, epoch: int) -> int:
+        await self._call("halt")
+        assert self.topology is not None
+        assert epoch > self.topology.epoch
+        self.is_halted, self.prepared = True, None
+        return self.topology.epoch
+
+    async def tick(self) -> Tick:
+        epoch = self.topology.epoch if self.topology is not None else -1
+        return Tick(epoch=epoch, position=0, progress=0, is_parked=True, num_requests=0)
+
+    async def assume(self, topology: Topology) -> None:
+        self.topology = topology
+
+    async def wait_trouble(self, seen_epoch: int, timeout_s: float) -> Trouble | None:
         try:
             async with asyncio.timeout(timeout_s):
                 await self.failed.wait()
         except TimeoutError:
             return None
-        return "GroupError: a rank left"
+        return Trouble(epoch=seen_epoch, reason="KeyError: 'surprise'", is_fatal=True)
 
     async def stop(self) -> bool:
         await self._call("stop")

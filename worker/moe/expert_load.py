@@ -17,6 +17,10 @@ class ExpertLoad:
         """Remember this step's choice for a layer; a step that runs again replaces it."""
         self._pending[layer] = topk_ids_TK
 
+    def discard(self) -> None:
+        """The step will not be committed: what it recorded does not count."""
+        self._pending.clear()
+
     def commit(self) -> None:
         """The step is done: its tokens count."""
         num_experts = self.counts_LE.shape[1]

@@ -1,0 +1,87 @@
+"""Looks how far each member is, a few times a second while they work, and tells of one that holds the others up."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from moeray.comm.errors import MoerayError
+from moeray.comm.messages import Tick
+from moeray.comm.topology import Topology
+from moeray.elastic.board import Board
+from moeray.elastic.fleet import Fleet
+from moeray.elastic.health import StallWatch, Suspect
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.2
+ANXIOUS_PERIOD_S = 0.05
+RESTING_PERIOD_S = 1.0
+
+
+class Stalls:
+    """Runs beside the controller's other work, on its event loop. `on_stalled` decides what becomes of a suspect."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        board: Board,
+        *,
+        timeout_s: float,
+        is_watching: Callable[[], bool],
+        on_stalled: Callable[[Suspect], None],
+    ) -> None:
+        """Nothing is judged while `is_watching` says no: the group is being made again."""
+        self._fleet = fleet
+        self._board = board
+        self._timeout_s = timeout_s
+        self._is_watching = is_watching
+        self._on_stalled = on_stalled
+
+    async def watch(self) -> None:
+        """Runs as long as the deployment."""
+        while True:
+            topology = self._board.current.topology
+            if topology is None or self._board.current.state != "serving" or not self._is_watching():
+                await asyncio.sleep(PERIOD_S)
+                continue
+            await self._watch_epoch(topology)
+
+    async def _watch_epoch(self, topology: Topology) -> None:
+        watch = StallWatch(topology.slots, self._timeout_s)
+        asked: dict[int, asyncio.Task[Tick]] = {}
+        try:
+            last = time.monotonic()
+            while self._is_watching() and self._board.current.topology is topology:
+                for slot in topology.slots:
+                    if slot not in asked and self._fleet.has(slot):
+                        asked[slot] = asyncio.create_task(self._fleet.member(slot).tick())
+                period_s = RESTING_PERIOD_S if watch.is_resting else ANXIOUS_PERIOD_S if watch.is_anxious else PERIOD_S
+                await asyncio.sleep(period_s)
+                now = time.monotonic()
+                # What is longer cannot be blamed on others: the watcher itself did not run.
+                watch.elapsed(min(now - last, 2 * period_s))
+                last = now
+                self._note(watch, topology, asked)
+                suspect = watch.suspect()
+                if suspect is not None and self._is_watching() and self._board.current.topology is topology:
+                    self._on_stalled(suspect)
+                    return
+        finally:
+            for call in asked.values():
+                call.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
+
+    @staticmethod
+    def _note(watch: StallWatch, topology: Topology, asked: dict[int, asyncio.Task[Tick]]) -> None:
+        for slot, call in list(asked.items()):
+            if not call.done():
+                continue
+            del asked[slot]
+            error = call.exception()
+            if isinstance(error, MoerayError):
+                continue  # its death is heard of elsewhere
+            if error is not None:
+                logger.error("worker %d does not tell how far it is", slot, exc_info=error)
+            elif call.result().epoch == topology.epoch:
+                watch.saw(slot, call.result())
