@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from moeray.api.errors import ApiError, unavailable
+from moeray.api.errors import ApiError
 from moeray.api.ledger import Ledger, RequestEntry, SequenceEntry
 from moeray.api.links import Links
 from moeray.api.metrics import Metrics
@@ -31,7 +31,10 @@ class Assignment:
         sequence.member = member
         self._router.take(member, sequence.outstanding_tokens)
         if not links.send(member, sequence.submit(links.lease)):
-            self.fail(sequence.request, unavailable(f"worker {member[0]} takes no messages", code="worker_lost"))
+            # Nothing more for this one until its next heartbeat.
+            self._router.release(member, sequence.outstanding_tokens)
+            self._router.set_leaving(member, True)
+            self._ledger.requeue([sequence])
 
     def resubmit(
         self, sequences: Iterable[SequenceEntry], reason: str, targets: Mapping[str, int | None] | None = None
@@ -74,6 +77,10 @@ class Assignment:
                 if sequence.member is not None:
                     self._router.release(sequence.member, sequence.outstanding_tokens)
                     aborted.setdefault(sequence.member, []).append(sequence.seq_id)
-        if self.links is not None:
-            for member, seq_ids in aborted.items():
-                self.links.send(member, Abort(self.links.lease, seq_ids))
+        for member, seq_ids in aborted.items():
+            self.abort(member, seq_ids)
+
+    def abort(self, member: MemberKey, seq_ids: list[str]) -> None:
+        """Tell a worker to drop sequences; what it still says of them is dropped by the ledger."""
+        if seq_ids and self.links is not None:
+            self.links.send(member, Abort(self.links.lease, seq_ids))

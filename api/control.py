@@ -4,7 +4,7 @@ knows no Ray.
 
 from typing import Protocol
 
-from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleRequest
+from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, ScaleRequest
 
 
 class ControlClient(Protocol):
@@ -34,3 +34,6 @@ class ControlClient(Protocol):
 
     async def wait_operation(self, operation_id: str, timeout_s: float) -> OperationView:
         """Long poll: the operation once it is over, after `timeout_s` as it stands. `ValueError` if it is not known."""
+
+    async def faults(self) -> tuple[FaultView, ...]:
+        """What went wrong with members of the group, the oldest first."""

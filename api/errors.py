@@ -10,7 +10,8 @@
     ├── not_json()            415 invalid_request_error: control takes bodies that say they are JSON
     ├── queue_full()          429 rate_limit_error with Retry-After
     ├── failed()              500 server_error: an operation was rolled back, or ended badly
-    ├── unavailable()         503 server_error with Retry-After: starting, draining, failed, a worker was lost
+    ├── unavailable()         503 server_error with Retry-After: starting, draining, recovering, failed
+    ├── no_controller()       503 ... the controller does not answer
     └── timed_out()           504 timeout_error
 
 The branches are functions and not subclasses: nobody catches one branch only.
@@ -22,11 +23,13 @@ from collections.abc import Mapping
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+CLIENT_CLOSED = 499  # nginx's number
 
 
 class ApiError(Exception):
@@ -103,6 +106,10 @@ def unavailable(message: str, *, code: str = "unavailable") -> ApiError:
     return ApiError(503, message, kind="server_error", code=code, headers=headers)
 
 
+def no_controller(error: Exception, advice: str = "") -> ApiError:
+    return unavailable(f"the controller does not answer: {error}{advice}", code="controller_unavailable")
+
+
 def timed_out(message: str) -> ApiError:
     return ApiError(504, message, kind="timeout_error", code="timeout")
 
@@ -123,6 +130,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, message, kind=kind, code=code, headers=error.headers).response()
 
 
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    """The client has gone in the middle of its body: nobody reads this, and nothing is wrong here."""
+    return Response(status_code=CLIENT_CLOSED)
+
+
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed: %r", request.method, request.url.path, error)
     response = ApiError(500, "internal error", kind="server_error", code="internal_error").response()
@@ -135,4 +147,5 @@ def install_error_handlers(app: FastAPI) -> None:
     """Every answer that is no success has OpenAI's error body, 404 and 405 included."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)

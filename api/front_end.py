@@ -2,37 +2,34 @@
 
 Everything here runs on one event loop. HTTP handlers open requests with `submit` and end them with `finish`;
 the links deliver what workers say; a background task follows the controller's view. A sequence whose worker leaves,
-or is gone, goes on at another one after the tokens that it has.
+or is gone, goes on at another one after the tokens that it has; while there is none it waits, up to
+`recovery_timeout_s`.
 """
 
 import asyncio
+import contextlib
 import logging
-import time
 
+from moeray.api.answers import Answers
 from moeray.api.assignment import Assignment
 from moeray.api.control import ControlClient
-from moeray.api.errors import ApiError, invalid, queue_full, timed_out, unavailable
+from moeray.api.errors import ApiError, timed_out, unavailable
 from moeray.api.ledger import Ledger, RequestEntry
 from moeray.api.links import LinkFactory, Links
+from moeray.api.members import Members
 from moeray.api.metrics import Metrics
 from moeray.api.operation_watch import OperationWatch
+from moeray.api.recovery import Recovery
 from moeray.api.router import MemberKey, Router
 from moeray.api.settings import ServerSettings
 from moeray.api.watch import ControllerWatch
 from moeray.api.worker_counters import WorkerCounters
 from moeray.elastic.view import Attachment, ClusterView, ModelView, OperationView
-from moeray.worker.messages import (
-    Abort,
-    Attached,
-    EngineFailed,
-    FromWorker,
-    HandedOver,
-    Rejected,
-    StepOutput,
-    TokenOutput,
-)
+from moeray.worker.messages import Attached, EngineFailed, FromWorker, HandedOver, Rejected, StepOutput
 
 logger = logging.getLogger(__name__)
+
+SETTLE_POLL_S = 0.01
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
@@ -50,7 +47,7 @@ class FrontEnd:
         self._watch = ControllerWatch(
             control, poll_s=settings.view_poll_s, on_attached=self._on_lease, on_view=self._on_view
         )
-        self._operations = OperationWatch(control, metrics.operations, poll_s=settings.view_poll_s)
+        self._operations = OperationWatch(control, metrics.operations, metrics.faults, poll_s=settings.view_poll_s)
         self._link_factory = link_factory
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
@@ -58,17 +55,15 @@ class FrontEnd:
         self._idle.set()
         self._next_id = 0
         self._failure: str | None = None
-        # Members of the last view by their state; those that have left their group or failed, whatever it says.
-        self._states: dict[MemberKey, str] = {}
-        self._emptied: set[MemberKey] = set()
-        self._failed: set[MemberKey] = set()
-        self._has_served = False
         self.is_draining = False
         self.view: ClusterView | None = None
         self.ledger = Ledger(settings.max_queue)
         self.router = Router(settings.max_inflight_per_worker)
         self.counters = WorkerCounters()
+        self._members = Members(self.router)
+        self._recovery = Recovery(settings.recovery_timeout_s, self._on_recovery_timeout)
         self._assignment = Assignment(self.ledger, self.router, metrics)
+        self._answers = Answers(self.ledger, self.router, self._assignment, metrics)
 
     @property
     def _links(self) -> Links | None:
@@ -83,8 +78,16 @@ class FrontEnd:
             self._tasks.append(asyncio.create_task(task, name=f"front end {name}"))
             self._tasks[-1].add_done_callback(_log_end)
 
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until it is known whether requests can be taken, if that comes soon."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.view is None or (self.view.state == "serving" and not self.router.members):
+                    await asyncio.sleep(SETTLE_POLL_S)
+
     async def close(self) -> None:
         """End what still runs and close the connections."""
+        self._recovery.close()
         self._assignment.fail_all(unavailable("the server is stopping", code="stopping"))
         for task in self._tasks:
             task.cancel()
@@ -115,22 +118,25 @@ class FrontEnd:
             return "the controller has not answered yet"
         if view.state != "serving":
             return view.cause or f"the cluster is {view.state}"
-        if not self.router.members and not self._is_between_workers():
-            return "no worker serves"
+        if self._recovery.is_over or not (self.router.members or self._is_between_workers()):
+            dead = [member.slot for member in view.members if member.state == "dead"]
+            return f"workers {dead} are dead: waiting for a new group" if dead else "no worker serves"
         return None
 
     def _is_between_workers(self) -> bool:
         """The last worker of an epoch has left, and those of the next one are about to answer."""
-        return self._has_served and self._links is not None and self._links.is_connecting
+        return self._members.has_served and self._links is not None and self._links.is_connecting
 
     def require_model(self) -> ModelView:
         """The served model; raises `ApiError` (503) while requests cannot be taken."""
         if self.is_draining:
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
         view = self.view
-        if self._failure is None and view is not None and view.state == "serving" and view.model is not None:
+        is_ended = self._failure is not None or self._recovery.is_over
+        if not is_ended and view is not None and view.state == "serving" and view.model is not None:
             return view.model
-        raise unavailable(f"not serving: {self.cause() or 'the model is not known yet'}", code="not_serving")
+        code = "recovering" if view is not None and view.state == "recovering" else "not_serving"
+        raise unavailable(f"not serving: {self.cause() or 'the model is not known yet'}", code=code)
 
     def on_operation(self, view: OperationView) -> None:
         """An operation was begun, or has ended: count it, and hear of its end."""
@@ -188,47 +194,18 @@ class FrontEnd:
         match message:
             case StepOutput():
                 self.counters.update(member, message.stats)
-                self._on_step(member, message.tokens)
+                self._answers.on_step(member, message.tokens)
             case Attached():
                 self._on_attached(member, message)
             case Rejected():
-                self._on_rejected(message)
+                self._answers.on_rejected(message)
             case HandedOver():
-                self._on_handed_over(member, message)
+                self._members.leave(member)
+                self._answers.on_handed_over(member, message.sequences)
             case EngineFailed():
                 logger.error("[slot %d] the worker failed: %s", member[0], message.message)
-                self._failed.add(member)
+                self._members.fail(member)
                 self._lose(member, f"worker {member[0]} failed: {message.message}")
-
-    def _on_step(self, member: MemberKey, tokens: list[TokenOutput]) -> None:
-        now = time.monotonic()
-        surplus: list[str] = []
-        any_closed = False
-        for output in tokens:
-            sequence = self.ledger.accept(output, member)
-            if sequence is None:
-                self._check_gap(member, output)
-                continue
-            self._metrics.on_token(sequence, output, now)
-            is_first = len(sequence.output_ids) == 1
-            self.router.progress(member, 1 + (len(sequence.prompt_ids) if is_first else 0))
-            if not sequence.is_open:
-                any_closed = True
-                self.router.release(member, sequence.outstanding_tokens)
-                if output.finish_reason is None:
-                    surplus.append(sequence.seq_id)
-        if surplus and self._links is not None:
-            self._links.send(member, Abort(self._links.lease, surplus))
-        if any_closed:
-            self._assignment.pump()
-
-    def _check_gap(self, member: MemberKey, output: TokenOutput) -> None:
-        """Tokens lost on the way (a connection broke) never come again: the stream must not wait for them."""
-        sequence = self.ledger.current(output.seq_id, output.attempt)
-        if sequence is not None and sequence.member == member and output.position > len(sequence.output_ids):
-            error = unavailable(f"tokens of worker {member[0]} were lost on the way", code="worker_lost")
-            self._assignment.fail(sequence.request, error)
-            self._assignment.pump()
 
     def _on_attached(self, member: MemberKey, message: Attached) -> None:
         self.counters.update(member, message.stats)
@@ -237,30 +214,9 @@ class FrontEnd:
             logger.error("[slot %d] %s", member[0], self._failure)
             self._assignment.fail_all(unavailable(self._failure, code="superseded"))
             return
-        self._route(member)
+        self._members.route(member)
+        self._recovery.update(self._is_served())
         self._assignment.pump()
-
-    def _on_handed_over(self, member: MemberKey, message: HandedOver) -> None:
-        """Nothing more comes of these; the worker has left its group, whatever the last view says."""
-        self._emptied.add(member)
-        self.router.set_leaving(member, True)
-        current = [(handed, self.ledger.current(handed.seq_id, handed.attempt)) for handed in message.sequences]
-        sequences = [sequence for _, sequence in current if sequence is not None and sequence.member == member]
-        self._assignment.resubmit(
-            sequences, "handed_over", {handed.seq_id: handed.target_slot for handed, _ in current}
-        )
-
-    def _on_rejected(self, message: Rejected) -> None:
-        sequence = self.ledger.current(message.seq_id, message.attempt)
-        if sequence is None:
-            return
-        if message.code == "queue_full" and sequence.attempt > 0:
-            # It was taken once, so it is not refused any more.
-            self._assignment.resubmit([sequence], "no_room")
-        else:
-            make = queue_full if message.code == "queue_full" else invalid
-            self._assignment.fail(sequence.request, make(message.message))
-            self._assignment.pump()
 
     # Members come and go
 
@@ -284,40 +240,47 @@ class FrontEnd:
         logger.info("[epoch %d] %s, members %s", view.epoch, view.state, [m.slot for m in view.members])
         if view.state == "failed":
             self._assignment.fail_all(unavailable(f"the cluster failed: {view.cause}", code="cluster_failed"))
-        self._states = {(member.slot, member.incarnation): member.state for member in view.members}
-        self._emptied &= self._states.keys()
-        self._failed &= self._states.keys()
+        self._members.update(view)
         lost = links.update(view)
-        for member in filter(links.is_attached, self._states):
-            self._route(member)
+        for member in filter(links.is_attached, self._members.keys):
+            self._members.route(member)
         for member in lost:
             self.router.remove(member)  # all of them before one's sequences go to another
         for member in lost:
-            self._lose(member, view.cause or f"worker {member[0]} is {self._states.get(member, 'gone')}")
+            self._lose(member, view.cause or f"worker {member[0]} is {self._members.state_of(member)}")
+        self._recovery.update(self._is_served())
         self._assignment.pump()
 
-    def _route(self, member: MemberKey) -> None:
-        """An attached member gets requests if it serves; one that leaves ends those that it has."""
-        state = self._states.get(member)
-        if state in ("serving", "leaving") and member not in self._failed:
-            self._has_served = True
-            self.router.add(member)
-            self.router.set_leaving(member, state == "leaving" or member in self._emptied)
-
     def _lose(self, member: MemberKey, cause: str) -> None:
-        """A worker gives no more tokens: its sequences go on elsewhere, or end with the cause if nothing serves."""
+        """A worker gives no more tokens: its sequences go on elsewhere, or wait; at the very end they have failed."""
         self.router.remove(member)
         self.counters.forget(member)
         sequences = self.ledger.on_member(member)
-        if self.view is not None and self.view.state == "serving":
+        if self.view is not None and self.view.state in ("failed", "stopping"):
+            for sequence in sequences:
+                self._assignment.fail(sequence.request, unavailable(cause, code="worker_lost"))
+            self._assignment.pump()
+        else:
             self._assignment.resubmit(sequences, "lost")
-            return
-        for sequence in sequences:
-            self._assignment.fail(sequence.request, unavailable(cause, code="worker_lost"))
-        self._assignment.pump()
+            self._recovery.update(self._is_served())
+
+    def _is_served(self) -> bool:
+        """Whether requests get on: a group without dead members serves, and one of it is known to take requests."""
+        view = self.view
+        if view is None or view.state != "serving" or not self.router.members:
+            return False
+        return not any(member.rank is not None and member.state == "dead" for member in view.members)
+
+    def _on_recovery_timeout(self) -> None:
+        timeout_s = self._settings.recovery_timeout_s
+        message = f"nothing serves for {timeout_s:g} s (recovery_timeout_s): {self.cause()}"
+        self._assignment.fail_all(unavailable(message, code="recovery_timeout"))
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._settings.heartbeat_s)
             if self._links is not None:
                 self._links.beat()
+                for member in filter(self._links.is_attached, self._members.keys):
+                    self._members.route(member)  # one that did not take messages may do so again
+                self._assignment.pump()

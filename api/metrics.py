@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moeray.api.fault_metrics import FaultMetrics
 from moeray.api.ledger import RequestEntry, SequenceEntry
 from moeray.api.operation_metrics import EpochMetrics, OperationMetrics
 from moeray.api.worker_counters import COUNTERS, GAUGES
@@ -28,6 +29,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.operations = OperationMetrics(self.registry)
+        self.faults = FaultMetrics(self.registry)
         self._epoch = EpochMetrics(self.registry)
         self._resubmitted = Counter(
             "moeray_resubmitted_sequences",
@@ -89,7 +91,7 @@ class Metrics:
         self._requests.labels(_outcome(request)).inc()
 
     def on_resubmitted(self, count: int, reason: str) -> None:
-        """Sequences lost their worker and go on: "handed_over", "lost", or "no_room" where they were sent."""
+        """Sequences go on elsewhere: "handed_over", worker "lost", "lost_tokens", or "no_room" where they were sent."""
         self._resubmitted.labels(reason).inc(count)
 
     def on_view(self, view: ClusterView) -> None:

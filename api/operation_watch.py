@@ -1,9 +1,10 @@
-"""Hears of every operation, whoever asked for it, so that metrics count each one. Idle, it asks nothing."""
+"""Hears of every operation and fault, whoever caused it, so that metrics count each one. Idle, it asks nothing."""
 
 import asyncio
 import logging
 
 from moeray.api.control import ControlClient
+from moeray.api.fault_metrics import FaultMetrics
 from moeray.api.operation_metrics import OperationMetrics
 from moeray.comm.errors import MoerayError
 from moeray.elastic.view import OperationView
@@ -16,14 +17,18 @@ RETRY_S = 1.0
 class OperationWatch:
     """`nudge` it when something may have begun: the view changed."""
 
-    def __init__(self, control: ControlClient, metrics: OperationMetrics, *, poll_s: float) -> None:
+    def __init__(
+        self, control: ControlClient, operations: OperationMetrics, faults: FaultMetrics, *, poll_s: float
+    ) -> None:
         self._control = control
-        self._metrics = metrics
+        self._operations = operations
+        self._faults = faults
         self._poll_s = poll_s
         self._changed = asyncio.Event()
+        self._asks_again = False
 
     def nudge(self) -> None:
-        """Look at the operations soon."""
+        """Look at operations and faults soon."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -35,16 +40,20 @@ class OperationWatch:
                 await self._catch_up()
             except (MoerayError, ValueError) as error:
                 logger.warning("the controller did not tell of its operations, asking again: %s", error)
+                self._asks_again = True
+            if self._asks_again:
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
 
     async def _catch_up(self) -> None:
         """Returns when no operation runs."""
-        while (running := await self._running()) is not None:
+        while (running := await self._look()) is not None:
             view = await self._control.wait_operation(running.operation_id, self._poll_s)
-            self._metrics.on_operation(view)
+            self._operations.on_operation(view)
 
-    async def _running(self) -> OperationView | None:
+    async def _look(self) -> OperationView | None:
+        """Count what is new; returns the operation that runs."""
+        self._asks_again = self._faults.on_faults(await self._control.faults())
         views = await self._control.operations()
-        self._metrics.on_operations(views)
+        self._operations.on_operations(views)
         return next((view for view in views if view.outcome is None), None)

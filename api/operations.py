@@ -12,7 +12,17 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from moeray.api.control import ControlClient
-from moeray.api.errors import ApiError, conflict, failed, invalid, not_found, not_in_time, not_json, unavailable
+from moeray.api.errors import (
+    ApiError,
+    conflict,
+    failed,
+    invalid,
+    no_controller,
+    not_found,
+    not_in_time,
+    not_json,
+    unavailable,
+)
 from moeray.api.formats import encode_json
 from moeray.api.front_end import FrontEnd
 from moeray.api.parsing import parse
@@ -29,7 +39,7 @@ FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 
 def _location(operation_id: str) -> str:
-    return f"/operations/{operation_id}"
+    return f"/operations/{operation_id}" if operation_id else "/operations"
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -74,7 +84,7 @@ class Operations:
         try:
             view = await self._control.operation(operation_id)
         except MoerayError as error:
-            raise _no_answer(error) from error
+            raise no_controller(error) from error
         if view is None:
             raise not_found(
                 f"operation {operation_id[:128]!r} is unknown, it was never started or is forgotten",
@@ -123,14 +133,15 @@ class Operations:
         try:
             view = await self._control.scale(msgspec.structs.replace(request, operation_id=operation_id))
         except OperationRefused as error:
-            if not error.operation_id:
+            known = self._front_end.view
+            if not error.operation_id and (known is None or known.state != "serving"):
                 raise unavailable(str(error), code="not_serving") from error
             raise conflict(str(error), location=_location(error.operation_id)) from error
         except (ValueError, CapacityError) as error:
             text = re.sub(r"\bworkers is\b", f"{field} is", str(error), count=1) if field != "retire" else str(error)
             raise invalid(text, param=field) from error
         except MoerayError as error:
-            raise _no_answer(error, f"; if it has begun, {_location(operation_id)} shows it") from error
+            raise no_controller(error, f"; if it has begun, {_location(operation_id)} shows it") from error
         self._front_end.on_operation(view)
         return view
 
@@ -155,7 +166,7 @@ class Operations:
         try:
             return await self._control.operations()
         except MoerayError as error:
-            raise _no_answer(error) from error
+            raise no_controller(error) from error
 
     # Limits in words
 
@@ -181,11 +192,8 @@ class Operations:
 
     def _serving_slots(self) -> list[int]:
         view = self._front_end.view
-        return [] if view is None else [member.slot for member in view.members if member.rank is not None]
-
-
-def _no_answer(error: MoerayError, advice: str = "") -> ApiError:
-    return unavailable(f"the controller does not answer: {error}{advice}", code="controller_unavailable")
+        members = () if view is None else view.members
+        return [member.slot for member in members if member.rank is not None and member.state != "dead"]
 
 
 def _rolled_back(view: OperationView) -> ApiError:

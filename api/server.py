@@ -9,6 +9,7 @@ from starlette.middleware import Middleware
 import moeray
 from moeray.api.control import ControlClient
 from moeray.api.errors import install_error_handlers
+from moeray.api.faults import Faults
 from moeray.api.front_end import FrontEnd
 from moeray.api.generation import Generation
 from moeray.api.links import LinkFactory, SocketLinks
@@ -18,6 +19,9 @@ from moeray.api.operations import Operations
 from moeray.api.settings import ServerSettings
 from moeray.api.status import Status
 from moeray.api.tokenizer import Tokenizer
+
+# A front end that takes another's place listens when it can answer; who connects before waits in the backlog.
+SETTLE_S = 2.0
 
 
 def create_app(settings: ServerSettings, control: ControlClient, *, link_factory: LinkFactory | None = None) -> FastAPI:
@@ -37,6 +41,7 @@ def create_app(settings: ServerSettings, control: ControlClient, *, link_factory
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await front_end.start()
+        await front_end.settle(SETTLE_S)
         yield
         await front_end.close()
 
@@ -60,4 +65,5 @@ def create_app(settings: ServerSettings, control: ControlClient, *, link_factory
     app.include_router(generation.routes())
     app.include_router(status.routes())
     app.include_router(operations.routes())
+    app.include_router(Faults(control).routes())
     return app

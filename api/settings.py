@@ -1,5 +1,6 @@
 """How the front end is set up: one frozen value that `deploy/` fills from the command line."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -9,9 +10,10 @@ class ServerSettings:
 
     `model_path` is a local directory with `tokenizer.json`. `max_inflight_per_worker` is how many sequences a
     worker gets at a time (its `max_num_seqs`); more wait here, shared by all workers, `max_queue` at most,
-    and then clients get 429. `request_timeout_s` None lets a request take as long as it needs. Without
-    `api_key` generation is open; without `admin_key` so is control. `min_workers` and `max_workers` are the
-    deployment's, told to callers who ask for something that is no number; the controller holds them.
+    and then clients get 429. `request_timeout_s` None lets a request take as long as it needs. While nothing
+    serves, requests wait up to `recovery_timeout_s` and then end with an error. Without `api_key` generation is
+    open; without `admin_key` so is control. `min_workers` and `max_workers` are the deployment's, told to callers
+    who ask for something that is no number; the controller holds them.
     """
 
     model_path: str
@@ -24,6 +26,7 @@ class ServerSettings:
     max_inflight_per_worker: int = 128
     max_choices: int = 1024
     request_timeout_s: float | None = None
+    recovery_timeout_s: float = 30.0
     max_body_bytes: int = 8 << 20
     heartbeat_s: float = 2.0
     view_poll_s: float = 20.0
@@ -47,5 +50,7 @@ class ServerSettings:
         ):
             if not number >= low:
                 raise ValueError(f"{name} is {number}, must be at least {low}")
+        if not 0 < self.recovery_timeout_s < math.inf:
+            raise ValueError(f"recovery_timeout_s is {self.recovery_timeout_s}, must be more than 0 and finite")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ValueError(f"request_timeout_s is {self.request_timeout_s}, must be more than 0")

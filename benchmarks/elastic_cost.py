@@ -184,7 +184,7 @@ def share_of_a_step() -> tuple[float, float]:
     for _ in range(rounds):
         engine._work_beside()
         engine._may_go_on()
-        engine._header[4] = -1 if engine._next is None else engine._next.epoch
+        engine._header[4] = engine._change.ready_epoch
     return (time.perf_counter() - started) / rounds, step_s
 
 

@@ -18,9 +18,10 @@ STREAM_S = 120.0
 
 @dataclass(slots=True)
 class Stream:
-    """One answer: tokens, when each event came (perf_counter), and what went wrong."""
+    """One answer: tokens, when it was asked for and when each event came (perf_counter), and what went wrong."""
 
     number: int
+    began: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     error: str | None = None
@@ -28,6 +29,10 @@ class Stream:
     def gaps(self) -> list[tuple[float, float]]:
         """(start, seconds) of each pause between two events."""
         return [(a, b - a) for a, b in zip(self.times, self.times[1:], strict=False)]
+
+    def waits(self) -> list[tuple[float, float]]:
+        """(start, seconds) of each pause, the one before the first event included."""
+        return [(a, b - a) for a, b in zip([self.began, *self.times], self.times, strict=False)]
 
 
 def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moeray.comm import faults
 from moeray.comm.all_gather import AllGatherDispatcher
 from moeray.comm.all_to_all import AllToAllDispatcher
 from moeray.comm.buffers import CommunicationBuffers
@@ -117,12 +118,14 @@ class ExpertExchange:
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> DispatchedRows:
         """Bring rows to their experts; see `Dispatcher`."""
+        faults.reach("before_dispatch")
         rows = self._current.dispatch(hidden_TD, physical_ids_TK, topk_weights_TK)
         self.num_finished += 1
         return rows
 
     def combine(self, expert_rows_PD: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Bring results home and add them up; see `Dispatcher`."""
+        faults.reach("mid_combine")
         hidden_TD = self._current.combine(expert_rows_PD, handle)
         self.num_finished += 1
         return hidden_TD

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from moeray.comm import faults
 from moeray.comm.errors import BackendUnavailable, GroupError, GroupTimeout
 from moeray.comm.timers import timer_slack
 
@@ -117,6 +118,7 @@ class CommGroup:
         meeting = _Meeting(epoch, rank, slots, store, time.monotonic() + warm_timeout_s)
         started = time.monotonic()
         meeting.wait_for_all("arrived")
+        faults.reach("during_group_build")
         with meeting.translated():
             gloo = _make_gloo(meeting.store, rank, len(slots), meeting.remaining())
             nccl = None

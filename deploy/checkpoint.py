@@ -10,6 +10,7 @@ from pathlib import Path
 from moeray.api.tokenizer import Tokenizer
 from moeray.comm.errors import CheckpointError
 from moeray.deploy.config import DEMO
+from moeray.elastic.view import ModelView
 from moeray.worker.models.config import DecoderConfig
 from moeray.worker.models.registry import read_decoder_config
 
@@ -58,6 +59,14 @@ def inspect(path: Path) -> DecoderConfig:
             raise CheckpointError(f"{path}: {shard} is missing")
     Tokenizer.load(str(path))
     return config
+
+
+def check_served(config: DecoderConfig, model: ModelView, deployment: str) -> None:
+    """Raises `CheckpointError` if the deployment evidently serves another checkpoint than this one."""
+    for name in ("num_moe_layers", "num_experts", "vocab_size"):
+        here, there = getattr(config, name), getattr(model, name)
+        if here != there:
+            raise CheckpointError(f"MODEL has {name} {here}, what deployment {deployment!r} serves has {there}")
 
 
 def _shards(path: Path) -> list[str]:

@@ -85,6 +85,12 @@ def serve(
     start_timeout_s: Annotated[float, typer.Option(help="Deadline for loading the weights.")] = 600.0,
     drain_timeout_s: Annotated[float, typer.Option(help="How long running requests may take at the end.")] = 30.0,
     orphan_timeout_s: Annotated[float, typer.Option(help="Workers without a front end leave after this.")] = 60.0,
+    recovery_timeout_s: Annotated[float, typer.Option(help="How long requests wait while nothing serves.")] = 30.0,
+    stall_timeout_s: Annotated[float, typer.Option(help="A worker that keeps the others waiting is ended.")] = 1.5,
+    replace: Annotated[bool, typer.Option(help="Start a new worker for each that was lost.")] = True,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="Only a front end, for a deployment that runs in --ray-address.")
+    ] = False,
 ) -> None:
     """Serve a model until Ctrl-C."""
     from moeray.deploy import supervisor
@@ -120,6 +126,10 @@ def serve(
             start_timeout_s=start_timeout_s,
             drain_timeout_s=drain_timeout_s,
             orphan_timeout_s=orphan_timeout_s,
+            recovery_timeout_s=recovery_timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            replace=replace,
+            attach=attach,
         )
         if config.beyond_loopback and config.api_key is None:
             console.print(f"[yellow]Anybody who reaches {host} can use this server: --api-key guards it.[/]")

@@ -2,11 +2,13 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
+from rich.markup import escape
 from rich.table import Table
 
 from moeray.comm.errors import MoerayError
@@ -142,7 +144,7 @@ def stream(url: str, prompt: str, fields: Mapping[str, Any], *, api_key: str | N
 
 
 def status(url: str, *, api_key: str | None, admin_key: str | None = None) -> Mapping[str, Any]:
-    """Health, version and topology. Raises `ServerError`."""
+    """Health, version, topology, and what may be told of models and faults. Raises `ServerError`."""
     admin = bearer("admin_key", admin_key)
     with connect(url, bearer("api_key", api_key)) as server:
         result: dict[str, Any] = {
@@ -153,15 +155,26 @@ def status(url: str, *, api_key: str | None, admin_key: str | None = None) -> Ma
         }
         with suppress(ServerError):  # its name is for those who may generate
             result["models"] = [model["id"] for model in server.get("/v1/models", "data")["data"]]
+        with suppress(ServerError):  # only the controller knows, and it may be away
+            result["faults"] = server.get("/faults", "faults", headers=admin)["faults"]
     return result
+
+
+def _fault_line(fault: Mapping[str, Any]) -> str:
+    """A fault in one line."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fault["at"]))
+    seconds = fault["recovered_s"]
+    outcome = "not over" if seconds is None else f"over after {seconds:.2f} s, as epoch {fault['to_epoch']}"
+    return f"last fault: {at}, worker {fault['slot']} {fault['kind']}: {fault['cause']} ({outcome})"
 
 
 def status_table(state: Mapping[str, Any]) -> Table:
     """For a terminal."""
     topology = state["topology"]
+    health = " ".join(f"{key}: {value}" for key, value in state["health"].items() if value is not None)
     table = Table(
         title=f"{', '.join(state.get('models', ['?']))} at {state['url']}, epoch {topology.get('epoch')}",
-        caption=" ".join(f"{key}: {value}" for key, value in state["health"].items() if value is not None),
+        caption=escape("\n".join([health, *map(_fault_line, state.get("faults", [])[-1:])])),
     )
     columns = ("slot", "rank", "state", "node", "pid", "num_experts", "num_requests")
     for column in columns:

@@ -1,5 +1,6 @@
 """What `moeray serve` was asked for: one frozen value, checked before anything starts."""
 
+import dataclasses
 import ipaddress
 import math
 import os
@@ -11,6 +12,25 @@ from moeray.elastic.startup import StartDeadlines
 from moeray.worker.config import WorkerConfig
 
 DEMO = "demo"
+# What a deployment that runs already has decided: no matter of a further front end.
+DEPLOYMENT_FIELDS = (
+    "spares",
+    "device",
+    "dtype",
+    "combine",
+    "dispatcher",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_gib",
+    "prefix_caching",
+    "threads",
+    "cpus_per_worker",
+    "gpus_per_worker",
+    "start_timeout_s",
+    "orphan_timeout_s",
+    "stall_timeout_s",
+    "replace",
+)
 
 
 def num_usable_cpus() -> int:
@@ -26,6 +46,9 @@ class ServeConfig:
     workers on CUDA; each worker reserves room for the experts that it would hold with so few. `spares` workers wait
     beside the others with their weights loaded. `ray_address` None starts an embedded Ray. `cpus_per_worker` and
     `gpus_per_worker` None: nothing of an embedded Ray's CPUs, a hundredth of a CPU in a cluster, one GPU for CUDA.
+    While nothing serves, requests wait `recovery_timeout_s`. A worker for which the others have waited
+    `stall_timeout_s` is given up. With `replace`, lost workers are replaced. `attach` starts only a front end, for the
+    deployment of this name that runs in the cluster.
     """
 
     model: str
@@ -40,6 +63,7 @@ class ServeConfig:
     served_model_name: str | None = None
     deployment: str = "default"
     ray_address: str | None = None
+    attach: bool = False
     device: str = "cpu"
     dtype: str = "auto"
     combine: str = "auto"
@@ -56,6 +80,9 @@ class ServeConfig:
     start_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     orphan_timeout_s: float = 60.0
+    recovery_timeout_s: float = 30.0
+    stall_timeout_s: float = 1.5
+    replace: bool = True
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -76,6 +103,8 @@ class ServeConfig:
             raise ValueError(f"port is {self.port}, must be from 0 to 65535")
         if not self.deployment.replace("-", "").replace("_", "").isalnum():
             raise ValueError(f"deployment is {self.deployment!r}, must be letters, digits, '-' and '_'")
+        if self.attach:
+            self._check_attach()
         if self.ray_address is None:
             self._check_embedded()
         if self.beyond_loopback and self.admin_key is None:
@@ -84,6 +113,8 @@ class ServeConfig:
             ("kv_cache_gib", self.kv_cache_gib),
             ("start_timeout_s", self.start_timeout_s),
             ("orphan_timeout_s", self.orphan_timeout_s),
+            ("recovery_timeout_s", self.recovery_timeout_s),
+            ("stall_timeout_s", self.stall_timeout_s),
         ):
             if number is not None and not 0 < number < math.inf:
                 raise ValueError(f"{name} is {number}, must be more than 0 and finite")
@@ -104,6 +135,17 @@ class ServeConfig:
                 f"cpus_per_worker is {self.cpus_per_worker:g}, is for a cluster only (ray_address): "
                 "the embedded Ray counts no CPUs, threads is how many a worker uses"
             )
+
+    def _check_attach(self) -> None:
+        """What a front end alone needs, and what is none of its business."""
+        if self.ray_address is None:
+            raise ValueError("ray_address is not given, --attach needs it: the deployment runs in that cluster")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in DEPLOYMENT_FIELDS and value != field.default:
+                raise ValueError(
+                    f"{field.name} is {value}, must be left out with --attach: the deployment runs already"
+                )
 
     @property
     def beyond_loopback(self) -> bool:
@@ -176,6 +218,8 @@ class ServeConfig:
                 join_s=worker.group_timeout_s + 30.0,
             ),
             orphan_timeout_s=self.orphan_timeout_s,
+            replace=self.replace,
+            stall_timeout_s=self.stall_timeout_s,
         )
 
     def server_settings(self, *, model_path: str) -> ServerSettings:
@@ -189,4 +233,5 @@ class ServeConfig:
             max_workers=self.most_workers,
             max_queue=self.max_queue,
             max_inflight_per_worker=self.max_num_seqs,
+            recovery_timeout_s=self.recovery_timeout_s,
         )

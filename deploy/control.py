@@ -6,12 +6,12 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from moeray.api.control import ControlClient
 from moeray.comm.errors import ControlTimeout, MoerayError, OperationRefused, WorkerDied
 from moeray.elastic.ray_workers import one_line
-from moeray.elastic.view import Attachment, ClusterView, OperationView, ScaleRequest
+from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, ScaleRequest
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ class RayControl(ControlClient):
             if isinstance(error.cause, ValueError | OperationRefused):
                 raise error.cause from None
             raise MoerayError(f"the controller failed in {name}: {one_line(error)}") from error
+        except ActorUnavailableError:
+            raise ControlTimeout(f"the controller did not answer {name}: its process cannot be reached") from None
         except RayError as error:
             raise WorkerDied(f"the controller: {one_line(error)}") from error
 
@@ -71,6 +73,10 @@ class RayControl(ControlClient):
         call = self._controller.wait_operation.remote(operation_id, timeout_s)
         view: OperationView = await self._call("wait_operation", call, timeout_s + CALL_TIMEOUT_S)
         return view
+
+    async def faults(self) -> tuple[FaultView, ...]:
+        views: tuple[FaultView, ...] = await self._call("faults", self._controller.faults.remote(), CALL_TIMEOUT_S)
+        return views
 
     async def stop(self, *, orderly: bool) -> None:
         await self._call("stop", self._controller.stop.remote(orderly), CALL_TIMEOUT_S * 2)

@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from moeray.comm import faults
+
 # Ray reads these when it is imported. Loopback only, nothing is reported, node death is noticed within a second.
 RAY_QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -37,7 +39,7 @@ WORKER_MEMORY = {
 }
 
 # Taken over from the supervisor's environment where they are set, because a node cannot guess them.
-PASSED_ON = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_HCA")
+PASSED_ON = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_HCA", faults.VARIABLE)
 
 
 def worker_variables(*, threads: int, embedded: bool, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -22,12 +22,13 @@ class FrontEndProcess:
 
     Its standard input stays open for as long as the supervisor lives: at its end the front end leaves. Secrets go
     through it too, because everybody can read a command line. It answers with lines on its standard output; its own
-    log lines go to `log`.
+    log lines go to the end of `log`.
     """
 
     def __init__(self, listener: socket.socket, log: Path) -> None:
         self._log = log
-        with log.open("wb") as log_file:
+        self._log_start = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, str(listener.fileno())],
                 stdin=subprocess.PIPE,
@@ -69,7 +70,10 @@ class FrontEndProcess:
         how = "still runs" if code is None else f"ended with code {code}"
         if code is not None and code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        if code == -signal.SIGKILL:
+            return f"the front end {how}"  # what it said last has nothing to do with that
+        own = self._log.read_bytes()[self._log_start :]
+        lines = [line for line in own.decode(errors="replace").splitlines() if line.strip()]
         return f"the front end {how}" + (f": {lines[-1].strip()}" if lines else "")
 
     def terminate(self) -> None:

@@ -92,6 +92,19 @@ def check_resources(config: ServeConfig) -> None:
             )
 
 
+def find_controller(deployment: str, address: str) -> Any:
+    """The controller of a deployment that runs. `StartupError` if there is none of this name."""
+    import ray
+
+    try:
+        return ray.get_actor(ACTOR_NAME, namespace=namespace(deployment))
+    except ValueError:
+        raise StartupError(
+            f"no deployment {deployment!r} runs in the cluster at {address}: "
+            "name another --deployment, or start it without --attach"
+        ) from None
+
+
 def create_controller(config: ControllerConfig, factory: WorkerFactory) -> Any:
     """The deployment's controller, on this node. `StartupError` if the cluster already has one of this name.
 

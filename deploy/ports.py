@@ -8,7 +8,7 @@ BACKLOG = 1024
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, inheritable by the front end. Port 0 takes any. `StartupError` says what is wrong."""
+    """A listening socket. Port 0 takes any. `StartupError` says what is wrong."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -23,7 +23,6 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StartupError(f"port {port} on {host} cannot be used: {(error.strerror or str(error)).lower()}") from error
-    listener.set_inheritable(True)
     return listener
 
 

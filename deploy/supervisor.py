@@ -1,4 +1,7 @@
-"""`moeray serve`: starts a deployment, waits until it is told to end or something fails, ends all it started."""
+"""`moeray serve`: starts a deployment, waits until it is told to end or something fails, ends all it started.
+
+With `--attach` that is a front end alone, and the deployment goes on.
+"""
 
 import asyncio
 import contextlib
@@ -15,24 +18,26 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from moeray.api.settings import ServerSettings
-from moeray.comm.errors import MoerayError, StartupError
+from moeray.comm.errors import ControlTimeout, MoerayError, StartupError
 from moeray.deploy import checkpoint, ports
 from moeray.deploy.config import ServeConfig
-from moeray.deploy.front_end_process import FrontEndProcess
+from moeray.deploy.front_end_keeper import FrontEndKeeper
 from moeray.deploy.interrupts import Interrupted, Interrupts
-from moeray.deploy.launch import check_resources, create_controller, worker_factory
+from moeray.deploy.launch import check_resources, create_controller, find_controller, worker_factory
+from moeray.deploy.news import News
 from moeray.deploy.processes import marks
 from moeray.deploy.progress import FRONT_END, RAY, StartProgress
 from moeray.deploy.reserved import reserved_text
 from moeray.elastic.controller_config import ControllerConfig, namespace
 from moeray.elastic.member import WorkerFactory
-from moeray.elastic.view import ModelView
+from moeray.elastic.view import ClusterView, ModelView
 from moeray.worker.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     from moeray.deploy.control import RayControl
 
 VIEW_POLL_S = 20.0
+VIEW_RETRY_S = 1.0
 STOP_TIMEOUT_S = 15.0
 FAILED_DRAIN_S = 2.0
 FRONT_END_EXIT_S = 5.0
@@ -95,6 +100,7 @@ class Supervisor:
         self._directory = directory
         self._interrupts = Interrupts()
         self._progress = StartProgress(console)
+        self._news = News(console)
         self._is_serving = False
         self._url = ""
         self._model: ModelView | None = None
@@ -108,9 +114,8 @@ class Supervisor:
             messages = stack.enter_context((self._directory / "ray-messages.log").open("w"))
             try:
                 with self._progress:
-                    front_end = FrontEndProcess(listener, self._directory / "front-end.log")
+                    front_end = FrontEndKeeper(listener, self._directory / "front-end.log", self._console)
                     stack.callback(front_end.kill)
-                    listener.close()
                     # Ray prints news of dying workers; the user gets one line from us instead.
                     self._console.file = self._console.file  # the console follows sys.stdout unless told not to
                     stack.enter_context(contextlib.redirect_stdout(messages))
@@ -137,18 +142,22 @@ class Supervisor:
             address = cluster.connect(config.ray_address, namespace=name)
             stack.callback(cluster.disconnect)
             embedded = None
-        check_resources(config)
+        if not config.attach:
+            check_resources(config)
         self._progress.done(RAY, address)
         return {"ray_address": address, "embedded": embedded}
 
-    async def _live(self, front_end: FrontEndProcess, cluster: Mapping[str, Any]) -> None:
+    async def _live(self, front_end: FrontEndKeeper, cluster: Mapping[str, Any]) -> None:
         from moeray.deploy.control import RayControl
 
         self._interrupts.attach(asyncio.get_running_loop())
-        actor = create_controller(self._plan.controller, self._plan.factory)
+        config = self._plan.config
+        if config.attach:
+            actor = find_controller(config.deployment, cluster["ray_address"])
+        else:
+            actor = create_controller(self._plan.controller, self._plan.factory)
         control = RayControl(actor)
-        front_end.configure({**self._front_end_settings(), **cluster})
-        ended = asyncio.create_task(front_end.ended())
+        ended = asyncio.create_task(front_end.keep({**self._front_end_settings(), **cluster}))
         serving = asyncio.Event()
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._serve(front_end, control, serving)),
@@ -159,8 +168,6 @@ class Supervisor:
             done, _ = await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            if ended in done:
-                raise StartupError(front_end.last_words())
         finally:
             for task in tasks:
                 task.cancel()
@@ -175,9 +182,10 @@ class Supervisor:
             "environment": {name: value for name, value in os.environ.items() if name.startswith("RAY_")},
         }
 
-    async def _serve(self, front_end: FrontEndProcess, control: "RayControl", serving: asyncio.Event) -> None:
+    async def _serve(self, front_end: FrontEndKeeper, control: "RayControl", serving: asyncio.Event) -> None:
         """Start all, tell the user when it serves, and stay."""
-        await control.start()
+        if not self._plan.config.attach:
+            await control.start()
         await serving.wait()
         self._progress.begin(FRONT_END, "connecting")
         try:
@@ -195,20 +203,35 @@ class Supervisor:
         """Follow the controller's view for as long as it serves; raises with the cause when it does not."""
         version = -1
         while True:
-            view = await control.view(version, VIEW_POLL_S)
+            try:
+                view = await control.view(version, VIEW_POLL_S)
+            except ControlTimeout:
+                if not self._is_serving:
+                    raise
+                await asyncio.sleep(VIEW_RETRY_S)  # its process died, and Ray starts it again
+                continue
             if view.version == version:
                 continue
             version = view.version
-            if not self._is_serving:
-                self._progress.on_view(view)
+            self._show(view)
             if view.state == "serving":
-                self._model = self._model or view.model
                 serving.set()
             if view.state in ("failed", "stopping"):
                 raise StartupError(view.cause or "the controller was told to stop by somebody else")
 
+    def _show(self, view: ClusterView) -> None:
+        config = self._plan.config
+        if self._model is None and view.state == "serving" and view.model is not None:
+            self._model = view.model
+            if config.attach:
+                checkpoint.check_served(self._plan.decoder, view.model, config.deployment)
+        if self._is_serving:
+            self._news.on_view(view)
+        else:
+            self._progress.on_view(view)
+
     async def _end(
-        self, front_end: FrontEndProcess, ended: asyncio.Task[int], control: "RayControl", actor: Any
+        self, front_end: FrontEndKeeper, ended: asyncio.Task[None], control: "RayControl", actor: Any
     ) -> None:
         """Drain if it served and nothing failed; then the front end, the workers and the controller end."""
         import ray
@@ -220,6 +243,9 @@ class Supervisor:
         front_end.terminate()
         await self._wait(ended, drain_s + FRONT_END_EXIT_S if orderly else FAILED_DRAIN_S)
         front_end.kill()
+        await asyncio.gather(ended, return_exceptions=True)
+        if self._plan.config.attach:
+            return
         embedded = self._plan.config.ray_address is None
         if not (embedded and self._interrupts.hurry.is_set()):
             stop = asyncio.create_task(control.stop(orderly=orderly))
@@ -239,10 +265,11 @@ class Supervisor:
         body = json.dumps({"prompt": EXAMPLE_PROMPT, "max_tokens": 120, "stream": True})
         key = " -H 'authorization: Bearer '$MOERAY_API_KEY" if config.api_key else ""
         self._console.print(f"\n[bold]{config.served_name}[/bold] is served at [bold]{self._url}[/bold]")
-        if self._model is not None:
+        if self._model is not None and not config.attach:
             reserved = reserved_text(config, self._plan.decoder, self._model)
             self._console.print(reserved, style="dim", highlight=False, soft_wrap=True)
         self._console.print("Try it:\n")
         curl = f"curl -N {self._url}/generate{key} -H 'content-type: application/json' -d '{body}'"
         self._console.print(curl, soft_wrap=True, markup=False, highlight=False)
-        self._console.print("\nCtrl-C ends it.", style="dim")
+        what = f"this front end, deployment {config.deployment} goes on" if config.attach else "it"
+        self._console.print(f"\nCtrl-C ends {what}.", style="dim", highlight=False)

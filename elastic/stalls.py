@@ -43,9 +43,17 @@ class Stalls:
         while True:
             topology = self._board.current.topology
             if topology is None or self._board.current.state != "serving" or not self._is_watching():
-                await asyncio.sleep(PERIOD_S)
-                continue
-            await self._watch_epoch(topology)
+                await self._keep_in_touch()
+            else:
+                await self._watch_epoch(topology)
+
+    async def _keep_in_touch(self) -> None:
+        """Nothing is judged; but a worker that is not asked for long takes itself for lost."""
+        asked = [asyncio.create_task(member.tick()) for member in self._fleet.members]
+        await asyncio.sleep(PERIOD_S)
+        for call in asked:
+            call.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
     async def _watch_epoch(self, topology: Topology) -> None:
         watch = StallWatch(topology.slots, self._timeout_s)

@@ -4,9 +4,11 @@ Tokens never pass through it; they go over the worker's own sockets.
 """
 
 import asyncio
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from moeray.worker.worker import Worker
 
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
@@ -32,6 +35,8 @@ SOURCE_TIMEOUT_S = 30.0
 # Time for the answer to a last call to leave before the process ends.
 EXIT_DELAY_S = 0.2
 ORPHAN_CHECK_S = 60.0
+# The controller asks once a second at least; without its question for so long, it has counted this worker as lost.
+LEASE_S = 15.0
 LOWEST_PRIORITY = 19
 
 
@@ -87,6 +92,7 @@ class WorkerControl:
         self._bind_host = bind_host
         self._address = address
         self._serving = asyncio.Event()
+        self._heard_at = 0.0
         self._worker: Worker | None = None
 
     @property
@@ -148,6 +154,7 @@ class WorkerControl:
         if not self._serving.is_set():
             self._serving.set()
             self._orphan_watch = asyncio.create_task(self._exit_if_orphaned())
+            self._lease_watch = asyncio.create_task(self._exit_if_cut_off())
 
     async def connect(self, topology: Topology, store_address: tuple[str, int]) -> str:
         """See `Worker.connect`."""
@@ -184,6 +191,7 @@ class WorkerControl:
         engine = self.worker.engine
         if engine is None:
             raise StartupError(f"slot {self.slot} does not serve yet")
+        self._heard_at = time.monotonic()
         return engine.tick()
 
     async def assume(self, topology: Topology) -> None:
@@ -207,6 +215,24 @@ class WorkerControl:
         if self.worker.engine is not None and self.worker.engine.orphaned:
             await asyncio.sleep(EXIT_DELAY_S)
             os._exit(0)
+
+    async def _exit_if_cut_off(self) -> None:
+        """A worker that gets nowhere and hears nothing of the controller is given up elsewhere: it must not come back.
+
+        While only the controller is started anew the group goes on, or rests, and nobody has to leave.
+        """
+        engine = self.worker.engine
+        assert engine is not None
+        self._heard_at = time.monotonic()
+        progress, moved_at = -1, self._heard_at
+        while True:
+            await asyncio.sleep(LEASE_S / 5)
+            tick, now = engine.tick(), time.monotonic()
+            if tick.progress != progress or tick.is_parked:
+                progress, moved_at = tick.progress, now
+            if now - self._heard_at > LEASE_S and (now - moved_at > LEASE_S or engine.is_halted):
+                logger.error("slot %d: cut off from the controller for %.0f s, leaving", self.slot, LEASE_S)
+                os._exit(1)
 
     async def stop(self) -> bool:
         """See `Worker.stop`."""

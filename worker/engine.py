@@ -15,6 +15,7 @@ from concurrent.futures import Future
 
 import torch
 
+from moeray.comm import faults
 from moeray.comm.errors import EpochMismatch, GroupError
 from moeray.comm.group import CommGroup
 from moeray.comm.messages import KVBlock, StopEngine, Tick, Trouble, Wake
@@ -22,7 +23,9 @@ from moeray.worker.batch import prepare_batch
 from moeray.worker.beside import SLICE_S, Job, JobQueue
 from moeray.worker.commands import CommitEpoch, Halt, PreparedEpoch, StartHandOver
 from moeray.worker.engine_parts import EngineParts
+from moeray.worker.epoch_change import GIVEN_UP, NOT_READY, EpochChange
 from moeray.worker.handover import HandOver, keep_block
+from moeray.worker.mailbox import AttachAgain
 from moeray.worker.messages import Abort, Attach, HandedOver, HandedOverSequence, Rejected, Submit
 from moeray.worker.request import Sequence
 from moeray.worker.scheduler import ScheduledBatch
@@ -32,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 # Fields of the step header, int64 each. READY is the epoch that the rank is ready to switch to, or NOT_READY.
 EPOCH, STEP, NUM_TOKENS, STOPPING, READY, HEADER_SIZE = 0, 1, 2, 3, 4, 5
-NOT_READY = -1
 NO_STEP = -1
 # While halted nothing else is to be done: work for the next epoch gets all the time.
 HALTED_SLICE_S = 0.05
@@ -56,14 +58,9 @@ class Engine:
         self.trouble = TroubleBox()
         self.topology = epoch.topology
         self._group: CommGroup = epoch.group
-        self._next: CommitEpoch | None = None
-        self._switching: Future[int] | None = joined
+        self._change = EpochChange(joined)
         self._hand_over: HandOver | None = None
-        self._halt: Halt | None = None
-        self.is_halted = False
-        self._may_enter = False
         self._is_parked = False
-        self._void_before = 0
         self._jobs = JobQueue()
         self._kept: ScheduledBatch | None = None
         self._step = 0
@@ -82,6 +79,11 @@ class Engine:
     @property
     def epoch(self) -> int:
         return self.topology.epoch
+
+    @property
+    def is_halted(self) -> bool:
+        """Out of its epoch's group, and waiting for another."""
+        return self._change.is_halted
 
     def tick(self) -> Tick:
         """How far this rank is; from any thread."""
@@ -113,14 +115,8 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
         self.parts.reporter.send_failure(self.failure)
-        self._let_go_of_switches(self.failure)
+        self._change.let_go(self.failure)
         self.trouble.put(Trouble(epoch=self.epoch, reason=self.failure, is_fatal=True))
-
-    def _let_go_of_switches(self, reason: str) -> None:
-        for waiting in (self._switching, self._next.done if self._next else None):
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(GroupError(reason))
-        self._switching = self._next = None
 
     def _where(self) -> str:
         return f"[{self.parts.slot}.{self.parts.incarnation} epoch {self.epoch} step {self._step}]"
@@ -128,9 +124,9 @@ class Engine:
     def _run_or_halt(self) -> bool:
         """One round, or the wait for another group if this one is given up; False when the loop ends."""
         try:
-            if self._halt is None:
+            if self._change.halt is None:
                 return self._run_one()
-            reason = "the controller gave the group up"
+            reason = GIVEN_UP
         except GroupError as error:
             # While all stop, a peer that has left already is no failure.
             if self._stopping:
@@ -154,8 +150,9 @@ class Engine:
         self._calls_peers = False
         if all(header[STOPPING] for header in headers):
             return False
-        if self._next is not None and all(header[READY] == self._next.epoch for header in headers):
-            return self._switch(self._next, batch)
+        ready_epoch = self._change.ready_epoch
+        if ready_epoch != NOT_READY and all(header[READY] == ready_epoch for header in headers):
+            return self._switch(batch)
         # One rank's wish to stop is everyone's: all leave at the next step.
         self._stopping = self._stopping or any(header[STOPPING] for header in headers)
         num_tokens_per_rank = [header[NUM_TOKENS] for header in headers]
@@ -168,15 +165,16 @@ class Engine:
         header = self._header
         header[EPOCH], header[STEP], header[NUM_TOKENS] = self.epoch, self._step, num_tokens
         header[STOPPING] = int(self._stopping)
-        header[READY] = NOT_READY if self._next is None else self._next.epoch
+        header[READY] = self._change.ready_epoch
+        if faults.armed:
+            faults.points.step = self._step
+            faults.reach("before_header" if self._change.next is None else "ready_header")
         rows: list[list[int]] = self._group.exchange_header(header).tolist()
         for rank, row in enumerate(rows):
             if row[EPOCH] != self.epoch or row[STEP] != self._step:
                 slot = self.topology.slots[rank]
                 raise EpochMismatch(f"{self._where()} met slot {slot} at epoch {row[EPOCH]}, step {row[STEP]}")
-        if self._switching is not None:
-            self._switching.set_result(self.epoch)
-            self._switching = None
+        self._change.met(self.epoch)
         return rows
 
     def _run_step(self, batch: ScheduledBatch, num_tokens_per_rank: list[int]) -> None:
@@ -188,8 +186,10 @@ class Engine:
         sequences = [item.sequence for item in prepared.sampled]
         tokens = parts.sampler.sample(logits_SV, sequences)
         parts.reporter.count_scheduled(batch)
+        faults.reach("before_commit")
         verdicts = parts.scheduler.commit(batch, [token.token_id for token in tokens])
         parts.expert_load.commit()
+        faults.reach("after_commit")
         counters.steps += 1
         counters.step_s += parts.clock() - started
         if tokens:
@@ -209,13 +209,13 @@ class Engine:
         """Sleep until there is work here or at a peer; False if orphaned."""
         self.parts.reporter.send_stats_if_changed(self.epoch, self._step)
         self._is_parked = True
-        while not (self._has_cause_to_step or self._halt is not None):
+        while not (self._has_cause_to_step or self._change.halt is not None):
             self._receive(0.0 if self._jobs else PARK_SLICE_S)
             self._work_beside()
             if not self._may_go_on():
                 return False
         self._is_parked = False
-        if not self._is_woken and self._halt is None:
+        if not self._is_woken and self._change.halt is None:
             self.parts.peers.send_all(Wake(self.epoch, self._step, self.parts.slot))
         return True
 
@@ -239,28 +239,27 @@ class Engine:
 
     # The switch
 
-    def _switch(self, commit: CommitEpoch, batch: ScheduledBatch) -> bool:
+    def _switch(self, batch: ScheduledBatch) -> bool:
         """All ranks are ready: take the next epoch's group, placement and peers; False for a rank that leaves."""
-        prepared, old_group = commit.prepared, self._group
-        self._next = None
+        faults.reach("at_switch")
+        commit = self._change.take()
         # Closing takes tens of milliseconds, and nobody waits for it.
-        threading.Thread(target=old_group.close, name="close group", daemon=True).start()
-        if prepared is None:
+        threading.Thread(target=self._group.close, name="close group", daemon=True).start()
+        if commit.prepared is None:
             self._leave(commit.epoch)
             self.has_left = True
             commit.done.set_result(commit.epoch)
             self._linger()
             return False
         self._kept = batch
-        self._enter(prepared, commit.done)
+        self._enter(commit.prepared)
         return True
 
-    def _enter(self, prepared: PreparedEpoch, done: "Future[int]") -> None:
+    def _enter(self, prepared: PreparedEpoch) -> None:
         self.topology, self._group = prepared.topology, prepared.group
         self.parts.exchange.switch(prepared.exchange)
         self.parts.peers.update(prepared.topology.members, self.parts.slot)
         self._step, self._woken_step = 0, NO_STEP
-        self._switching = done
         logger.info("%s switched, %d members", self._where(), prepared.topology.size)
 
     def _leave(self, epoch: int) -> None:
@@ -279,9 +278,9 @@ class Engine:
         """Out of the group: pass on what still arrives until told to stop."""
         while not self._stopping and self._may_go_on():
             self._receive(PARK_SLICE_S)
-            if self._next is not None:  # asked again: the answer was lost
-                self._next.done.set_result(self._next.epoch)
-                self._next = None
+            if self._change.next is not None:  # asked again: the answer was lost
+                again = self._change.take()
+                again.done.set_result(again.epoch)
             late = [HandedOverSequence(seq.seq_id, seq.attempt, None) for seq in self.parts.scheduler.waiting]
             if late:
                 self._send_handed_over(self.epoch, late)
@@ -298,25 +297,17 @@ class Engine:
         threading.Thread(target=self._group.close, name="close group", daemon=True).start()
         self._kept, self._hand_over, self._calls_peers = None, None, False
         self.parts.expert_load.discard()
-        self._let_go_of_switches(reason)
-        self.is_halted, self._may_enter = True, False
-        if self._halt is not None:
-            self._answer_halt(self._halt)
-        while self._next is None:
+        self._change.begin_halted(self.epoch, reason)
+        while self._change.next is None:
             if self._stopping or not self._may_go_on():
                 return False
             self._receive(0.0 if self._jobs else PARK_SLICE_S)
             self._jobs.run_slice(HALTED_SLICE_S)
-        commit, self._next, self._calls_peers = self._next, None, False
-        assert commit.prepared is not None
-        self.is_halted = False
-        self._enter(commit.prepared, commit.done)
+        self._calls_peers = False
+        prepared = self._change.take().prepared
+        assert prepared is not None
+        self._enter(prepared)
         return True
-
-    def _answer_halt(self, halt: Halt) -> None:
-        self._let_go_of_switches("the controller gave the group up")
-        self._halt, self._may_enter = None, True
-        halt.done.set_result(self.epoch)
 
     # What arrives
 
@@ -331,6 +322,8 @@ class Engine:
                     freed = self.parts.scheduler.abort_all()
                     logger.info("%s lease %d attached, freed %d", self._where(), message.lease, freed)
                     self.parts.reporter.send_attached(self.epoch)
+                case AttachAgain():
+                    self.parts.reporter.send_attached(self.epoch)
                 case Wake():
                     if message.epoch == self.epoch:
                         self._woken_step = max(self._woken_step, message.step)
@@ -343,21 +336,9 @@ class Engine:
                 case StartHandOver():
                     self._on_hand_over(message)
                 case CommitEpoch():
-                    self._on_commit(message)
+                    self._calls_peers = self._change.on_commit(message) or self._calls_peers
                 case Halt():
-                    self._void_before = max(self._void_before, message.epoch)
-                    if self.is_halted:
-                        self._answer_halt(message)
-                    else:
-                        self._halt = message
-
-    def _on_commit(self, message: CommitEpoch) -> None:
-        is_void = message.epoch < self._void_before
-        if is_void or (self.is_halted and (not self._may_enter or message.prepared is None)):
-            message.done.set_exception(GroupError(f"epoch {message.epoch} was given up"))
-        else:
-            self._next = message
-            self._calls_peers = True
+                    self._change.on_halt(message, self.epoch)
 
     def _on_hand_over(self, message: StartHandOver) -> None:
         if message.targets:

@@ -5,6 +5,7 @@ One front end holds the lease at a time; a newer lease takes over and older ones
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from moeray.comm.messages import KVBlock, Wake
@@ -24,6 +25,11 @@ from moeray.worker.messages import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class AttachAgain:
+    """The lease's holder asks whether it has it: the answer got lost."""
+
+
 class Mailbox:
     """Filters what arrives by lease and sends to the lease's holder. Belongs to the engine's thread."""
 
@@ -33,6 +39,7 @@ class Mailbox:
         self.clock = clock
         self.lease = -1
         self.holder: bytes | None = None
+        self.former: bytes | None = None
         self._seen_at = clock()
         self._num_dropped = 0
 
@@ -71,6 +78,8 @@ class Mailbox:
                 case Attach():
                     if self._take_lease(sender, message.lease):
                         yield message
+                    elif message.lease == self.lease:
+                        yield AttachAgain()
                 case Wake() | KVBlock():
                     yield message
 
@@ -86,9 +95,17 @@ class Mailbox:
             self._num_dropped += 1
             return False
         newer = lease > self.lease
+        if newer:
+            self.former = self.holder
         self.lease, self.holder = lease, sender
         self._seen_at = self.clock()
         return newer
+
+    def send_to_former(self, message: Attached) -> None:
+        """Tell whoever held the lease before that it is over, if that one still listens."""
+        if self.former is not None:
+            self.inbox.send(self.former, message)
+            self.former = None
 
     def send(self, message: Attached | StepOutput | Rejected | EngineFailed | HandedOver) -> None:
         """To the lease's holder, without waiting; dropped and counted if it does not take it."""

@@ -69,8 +69,10 @@ class Reporter:
             self._send(epoch, step, [])
 
     def send_attached(self, epoch: int) -> None:
-        """The lease was taken."""
-        self._mailbox.send(Attached(self._mailbox.lease, self.slot, self.incarnation, epoch, self.stats()))
+        """The lease was taken: its holder is told, and who held it before."""
+        attached = Attached(self._mailbox.lease, self.slot, self.incarnation, epoch, self.stats())
+        self._mailbox.send(attached)
+        self._mailbox.send_to_former(attached)
 
     def send_failure(self, message: str) -> None:
         self._mailbox.send(EngineFailed(self.slot, self.incarnation, message))

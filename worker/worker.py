@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import msgspec
 import torch
 
+from moeray.comm import faults
 from moeray.comm.errors import GroupError, StartupError
 from moeray.comm.group import CommGroup, host_store, join_store
 from moeray.comm.messages import KVBlock, MemberStatus, StopEngine, TransferReport, Wake
@@ -65,6 +66,8 @@ class Worker:
         `ValueError` with the cause.
         """
         started = time.monotonic()
+        faults.points.here(self.slot, self.incarnation)
+        faults.reach("during_load")
         torch.set_num_threads(self.config.num_threads)
         loaded = load_model(self.config, placement, self.slot, self._set_progress, source)
         logger.info("[%d.%d] %s", self.slot, self.incarnation, loaded.buffers.describe())
@@ -149,6 +152,7 @@ class Worker:
         current = engine.topology.placement if engine is not None else None
         fills = seat_fills(current, topology.placement, self.slot)
         experts = fetch_experts(loaded.model, loaded.checkpoint, fills)
+        faults.reach("during_transfer")
         steps = fill_seats(loaded.model, experts)
         if engine is None:
             for _ in steps:
@@ -165,6 +169,7 @@ class Worker:
 
         The future gets the number of blocks once all full ones are there; later ones follow until the switch.
         """
+        faults.reach("during_hand_over")
         self._leaving = bool(targets)
         done: Future[int] = Future()
         self._post(StartHandOver(targets, done))

@@ -113,6 +113,16 @@ def test_a_newer_lease_takes_over_and_the_older_is_ignored(front_end: FrontEnd, 
         newer.close()
 
 
+def test_an_attach_that_is_said_again_is_answered_again_and_frees_nothing(front_end: FrontEnd) -> None:
+    front_end.submit(0, "on", [1, 2], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+    wait_until(lambda: front_end.pump() and bool(front_end.tokens["on"]), "the first token")
+    front_end.attached.clear()
+    front_end.send(0, Attach(front_end.lease))
+    wait_until(lambda: front_end.pump() and front_end.attached == {0}, "the answer")
+    wait_until(lambda: front_end.is_done("on"), "the request")
+    assert len(front_end.token_ids("on")) == 200
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [([1] * 500, 13, "513 tokens, the limit is 512"), ([], 5, "prompt is empty")],

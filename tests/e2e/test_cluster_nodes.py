@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from tests.support.cluster import Cluster, moeray, ray_test_cluster, started
+from tests.support.elastic import Elastic, Streams
 from tests.support.serving import client, poll
 
 NAME = f"mt{os.getpid()}"
@@ -63,3 +65,32 @@ def test_a_node_without_the_token_cannot_join(tmp_path: Path) -> None:
     assert "copy it from the head" in done.stderr
     both = moeray("cluster", "start", "--join", "127.0.0.1:9", "--head")
     assert "exactly one of --head and --join" in both.stderr
+
+
+def has_controller(raylet: int) -> bool:
+    """Whether the controller runs on this node."""
+    return any("ControllerActor" in " ".join(child.cmdline()) for child in psutil.Process(raylet).children())
+
+
+def test_a_node_that_dies_takes_its_workers_and_no_request(tmp_path: Path) -> None:
+    name, token = f"{NAME}n", tmp_path / "token"
+    with started(name, token, num_nodes=2, num_gpus=2) as cluster:
+        options = ("--workers", "3", "--max-workers", "4", "--gpus-per-worker", "1")
+        with cluster.serve(tmp_path, *options) as served, client(served.url()) as http:
+            server = Elastic(served.url(), http)
+            nodes = {slot: psutil.Process(pid).ppid() for slot, pid in server.pids().items()}
+            home = next(node for node in nodes.values() if has_controller(node))
+            lost = [slot for slot, node in nodes.items() if node != home]
+            assert 1 <= len(lost) <= 2
+            with Streams(served.url(), count=4, max_tokens=150).running():
+                time.sleep(1.0)
+                raylet = psutil.Process(nodes[lost[0]])
+                for process in [raylet, *raylet.children(recursive=True)]:
+                    process.kill()
+                remaining = sorted(set(nodes) - set(lost))
+                poll("those of the other node serve", lambda: server.slots == remaining, 15.0)
+            faults = http.get("/faults").json()["faults"]
+            assert {fault["slot"] for fault in faults} <= set(nodes)
+            assert all(fault["recovered_s"] is not None for fault in faults)
+            served.signal(signal.SIGINT)
+            assert served.ended() == 0, served.output

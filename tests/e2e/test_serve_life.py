@@ -1,6 +1,7 @@
 """The life of a deployment: how it ends when it is told to, when it is killed, and when it cannot start."""
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -116,20 +117,29 @@ def test_a_killed_supervisor_takes_all_with_it(tmp_path: Path) -> None:
         assert not list(serve.temporary.iterdir())
 
 
-def test_a_worker_that_dies_is_named_and_ends_the_deployment(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_named_and_replaced(tmp_path: Path) -> None:
     with Serve(tmp_path, "demo", "--workers", "2") as serve:
         url = serve.url()
         stream = Streaming(url, max_tokens=450)
         poll("the stream has begun", lambda: stream.events, 30.0)
         with client(url) as http:
             members = http.get("/topology").json()["members"]
-        psutil.Process(members[1]["pid"]).kill()
-        assert serve.ended() == 1
-        stream.wait()
+            victim = psutil.Process(next(member["pid"] for member in members if member["num_requests"]))
+            victim.kill()
+            stream.wait()
+            poll("it is replaced", lambda: len(serving(http)) == 2, END_S)
+            assert victim.pid not in serving(http)
+        serve.signal(signal.SIGINT)
+        assert serve.ended() == 0, serve.output
         serve.assert_nothing_left()
-    assert "moeray: worker 1: its process died" in serve.output
-    assert not stream.is_cut
-    assert "error" in stream.events[-1]
+    assert re.search(r"^Worker \d is dead\.$", serve.output, re.MULTILINE), serve.output
+    assert stream.is_complete
+    assert sum(len(event.get("token_ids", ())) for event in stream.events) == 450
+
+
+def serving(http: httpx.Client) -> list[int]:
+    """Processes of the workers that serve."""
+    return [member["pid"] for member in http.get("/topology").json()["members"] if member["state"] == "serving"]
 
 
 def damaged(tmp_path: Path, change: str) -> Path:

@@ -35,7 +35,7 @@ def make_view(
 ) -> ClusterView:
     """A view of these workers; `states` are those of members that do not just serve."""
     states = states or {}
-    in_group = [worker for worker in workers if states.get(worker.slot, "serving") in ("serving", "leaving")]
+    in_group = [worker for worker in workers if states.get(worker.slot, "serving") in ("serving", "leaving", "dead")]
     members = tuple(
         MemberView(
             slot=worker.slot,

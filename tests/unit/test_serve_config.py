@@ -16,6 +16,7 @@ from moeray.deploy.config import ServeConfig, num_usable_cpus
 from moeray.deploy.environment import worker_variables
 from moeray.deploy.options import in_typed_names
 from moeray.deploy.supervisor import make_plan
+from moeray.elastic.view import ModelView
 
 DEMO_PATH = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "model"
 
@@ -59,6 +60,12 @@ def test_seats_follow_the_fewest_workers(options: dict[str, Any], most: int, few
         ({"served_model_name": ""}, "served_model_name is ''"),
         ({"model": ""}, "model is ''"),
         ({"host": ""}, "host is ''"),
+        ({"recovery_timeout_s": 0.0}, "recovery_timeout_s is 0.0, must be more than 0 and finite"),
+        ({"recovery_timeout_s": float("nan")}, "recovery_timeout_s is nan, must be more than 0 and finite"),
+        ({"stall_timeout_s": -1.0}, "stall_timeout_s is -1.0, must be more than 0 and finite"),
+        ({"attach": True}, "ray_address is not given, --attach needs it"),
+        ({"attach": True, "ray_address": "auto", "dtype": "bf16"}, "dtype is bf16, must be left out with --attach"),
+        ({"attach": True, "ray_address": "auto", "replace": False}, "replace is False, must be left out with --attach"),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
@@ -113,6 +120,33 @@ def test_settings_survive_the_way_to_the_front_end() -> None:
     settings = config(api_key="k", served_model_name="name").server_settings(model_path="/m")
     assert type(settings)(**json.loads(json.dumps(dataclasses.asdict(settings)))) == settings
     assert config(model="/some/where/").served_name == "where"
+
+
+def test_what_a_fault_means_reaches_front_end_and_controller() -> None:
+    chosen = config(recovery_timeout_s=7.0, stall_timeout_s=2.5, replace=False)
+    assert chosen.server_settings(model_path="/m").recovery_timeout_s == 7.0
+    worker = chosen.worker_config(model_path="m", num_experts=4)
+    controller = chosen.controller_config(worker, num_layers=1, num_experts=4)
+    assert (controller.stall_timeout_s, controller.replace) == (2.5, False)
+    assert make_plan(config()).controller.replace
+
+
+def test_a_front_end_alone_may_be_told_what_it_needs() -> None:
+    options = {"port": 0, "max_queue": 5, "max_num_seqs": 3, "max_workers": 9, "recovery_timeout_s": 2.0}
+    settings = config(attach=True, ray_address="auto", **options).server_settings(model_path="/m")
+    assert (settings.max_queue, settings.max_inflight_per_worker, settings.max_workers) == (5, 3, 9)
+    with pytest.raises(CheckpointError, match=r"MODEL has num_experts 16, what deployment 'x' serves has 17"):
+        checkpoint.check_served(checkpoint.inspect(DEMO_PATH), served(num_experts=17), "x")
+    checkpoint.check_served(checkpoint.inspect(DEMO_PATH), served(), "x")
+
+
+def served(**changes: Any) -> ModelView:
+    """What a deployment of the demo tells of its model."""
+    decoder = checkpoint.inspect(DEMO_PATH)
+    values: dict[str, Any] = {name: getattr(decoder, name) for name in ("num_moe_layers", "num_experts", "vocab_size")}
+    others = ("num_seats", "kv_blocks_per_worker", "weights_bytes_per_worker", "buffer_bytes_per_worker")
+    values |= dict.fromkeys(("dtype", "combine", "dispatcher"), "?") | dict.fromkeys(others, 1)
+    return ModelView(**(values | {"max_model_len": 1024, "eos_token_ids": ()} | changes))
 
 
 def test_workers_get_their_environment_and_what_the_user_set() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import tokenizers
 import uvicorn
@@ -65,11 +66,20 @@ class Server:
         self.workers.append(worker)
         return worker
 
-    def publish(self, workers: Sequence[FakeWorker], epoch: int = 1, **states: str) -> None:
+    def publish(
+        self,
+        workers: Sequence[FakeWorker],
+        epoch: int = 1,
+        *,
+        cluster: str = "serving",
+        cause: str | None = None,
+        **states: str,
+    ) -> None:
         """The next view has these workers; `slot_1="leaving"` gives a state."""
         by_slot = {int(name.removeprefix("slot_")): state for name, state in states.items()}
         version = self.control.current.version + 1
-        self.control.publish(make_view(workers, states=by_slot, version=version, epoch=epoch))
+        view = make_view(workers, cluster, states=by_slot, version=version, epoch=epoch)
+        self.control.publish(msgspec.structs.replace(view, cause=cause))
         wait_until(lambda: (view := self.front_end.view) is not None and view.version == version, "the view came")
 
     def metric(self, name: str) -> float:

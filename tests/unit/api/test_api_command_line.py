@@ -114,10 +114,20 @@ def test_what_cannot_be_sent_is_named(arguments: list[str], words: str) -> None:
         (["--host", "0.0.0.0"], "--admin-key must be given"),
         (["--cpus-per-worker", "1"], "--cpus-per-worker is 1, is for a cluster only (--ray-address)"),
         ([""], "MODEL is ''"),
+        (["--recovery-timeout-s", "0"], "--recovery-timeout-s is 0.0, must be more than 0 and finite"),
+        (["--stall-timeout-s", "inf"], "--stall-timeout-s is inf, must be more than 0 and finite"),
+        (["--attach"], "--ray-address is not given, --attach needs it"),
+        (["--attach", "--ray-address", "auto", "--threads", "2"], "--threads is 2, must be left out with --attach"),
     ],
 )
 def test_options_have_the_names_that_were_typed(arguments: list[str], words: str) -> None:
     assert words in failure("serve", *arguments)
+
+
+def test_help_names_what_is_done_about_faults() -> None:
+    shown = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["serve", "--help"]).output
+    for option in ("--recovery-timeout-s", "--stall-timeout-s", "--no-replace", "--attach"):
+        assert option in shown
 
 
 def test_the_line_of_an_operation_is_not_wrapped(start_server: Any) -> None:

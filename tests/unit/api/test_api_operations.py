@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from moeray.api.operation_metrics import GapWindow
 from moeray.comm.errors import ControlTimeout, MoerayError, OperationRefused, WorkerDied
@@ -353,7 +353,7 @@ class Method:
 
 class Handle:
     def __init__(self, error: Exception) -> None:
-        self.scale = self.operation = self.operations = self.wait_operation = Method(error)
+        self.scale = self.operation = self.operations = self.wait_operation = self.faults = Method(error)
 
 
 def thrown_over_ray(error: Exception) -> Exception:
@@ -370,6 +370,7 @@ def thrown_over_ray(error: Exception) -> Exception:
         (thrown_over_ray(ControlTimeout("a worker did not answer")), MoerayError),
         (thrown_over_ray(RuntimeError("a bug")), MoerayError),
         (ActorDiedError(), WorkerDied),
+        (ActorUnavailableError("gone for now", None), ControlTimeout),
     ],
 )
 def test_errors_of_the_controller_come_through_ray(thrown: Exception, expected: type[Exception]) -> None:
@@ -379,6 +380,7 @@ def test_errors_of_the_controller_come_through_ray(thrown: Exception, expected: 
         lambda: control.operation("one"),
         lambda: control.operations(),
         lambda: control.wait_operation("one", 0.1),
+        lambda: control.faults(),
     ):
         with pytest.raises(expected) as caught:
             asyncio.run(call())

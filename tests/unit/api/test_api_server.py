@@ -433,17 +433,23 @@ def test_unexpected_tokens_are_dropped_and_counted(start_server: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_lost_on_the_way_end_the_request(start_server: Any, stream: bool) -> None:
+def test_tokens_lost_on_the_way_are_made_again(start_server: Any, stream: bool) -> None:
     server = start_server(1)
     worker = server.workers[0]
+    fields = {**GREEDY, "max_tokens": 3}
+    expected = server.post("/generate", fields).json()["token_ids"]
     worker.is_paused = True
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.post, "/generate", {**GREEDY, "max_tokens": 3, "stream": stream})
+        answer = pool.submit(server.post, "/generate", {**fields, "stream": stream})
         wait_until(lambda: worker.running, "it was submitted")
-        worker.say(worker.step_of([TokenOutput(next(iter(worker.running)), 0, 1, 400)]))
-        assert answer.result().status_code == 503
-        assert "lost" in answer.result().json()["error"]["message"]
-    wait_until(lambda: not worker.running, "it was aborted")
+        seq_id = next(iter(worker.running))
+        worker.say(worker.step_of([TokenOutput(seq_id, 0, 1, 400)]))
+        wait_until(lambda: worker.running and worker.running[seq_id][0].attempt == 1, "it was submitted again")
+        assert Abort(7, [seq_id]) in worker.received
+        worker.is_paused = False
+        events = events_of(answer.result().text)[:-1] if stream else [answer.result().json()]
+        assert [token for event in events for token in event["token_ids"]] == expected
+    assert server.metric('moeray_resubmitted_sequences_total{reason="lost_tokens"}') == 1
 
 
 def test_without_a_cluster_that_serves_a_lost_worker_ends_its_requests_with_the_cause(start_server: Any) -> None:
