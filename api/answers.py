@@ -53,6 +53,15 @@ class Answers:
             self._assignment.abort(member, [output.seq_id])
             self._assignment.resubmit([sequence], "lost_tokens")
 
+    def on_broken(self, member: MemberKey) -> None:
+        """Messages may be missing, a submit or a last token among them: all that the worker has begins another attempt.
+
+        It goes on after the tokens that are there, with the blocks that the worker still knows.
+        """
+        sequences = self._ledger.on_member(member)
+        self._assignment.abort(member, [sequence.seq_id for sequence in sequences])
+        self._assignment.resubmit(sequences, "lost_connection")
+
     def on_handed_over(self, member: MemberKey, handed_over: Sequence[HandedOverSequence]) -> None:
         """Nothing more comes of these from this worker."""
         current = [(handed, self._ledger.current(handed.seq_id, handed.attempt)) for handed in handed_over]

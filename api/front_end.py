@@ -229,7 +229,7 @@ class FrontEnd:
             raise
 
     def _on_lease(self, attachment: Attachment) -> None:
-        self._assignment.links = Links(attachment, self._link_factory, self._on_message)
+        self._assignment.links = Links(attachment, self._link_factory, self._on_message, self._answers.on_broken)
 
     def _on_view(self, view: ClusterView) -> None:
         links = self._links

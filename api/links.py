@@ -29,6 +29,9 @@ class WorkerLink(Protocol):
     async def receive(self) -> FromWorker:
         """The worker's next message."""
 
+    async def broke(self) -> None:
+        """Returns each time the connection is lost: what was on its way is gone."""
+
     def close(self) -> None:
         """Give the socket back; a pending `receive` is cancelled by its owner first."""
 
@@ -66,22 +69,34 @@ class SocketLinks:
 LINKED_STATES = ("joining", "serving", "leaving")
 
 OnMessage = Callable[[MemberKey, FromWorker], None]
+OnBroken = Callable[[MemberKey], None]
+
+# A connection that breaks because the worker died is the controller's matter, which is heard of sooner than this.
+BROKEN_WAIT_S = 0.5
 
 
 @dataclass(slots=True)
 class _Peer:
     link: WorkerLink
     receiver: asyncio.Task[None]
+    watch: asyncio.Task[None]
     is_attached: bool = field(default=False)
 
 
 class Links:
-    """All connections of one lease. `update` follows the view; messages arrive at `on_message` on the event loop."""
+    """All connections of one lease. `update` follows the view.
 
-    def __init__(self, attachment: Attachment, factory: LinkFactory, on_message: OnMessage) -> None:
+    Messages arrive at `on_message` on the event loop. `on_broken` hears of members whose connection was lost and made
+    again: messages of both sides may be missing.
+    """
+
+    def __init__(
+        self, attachment: Attachment, factory: LinkFactory, on_message: OnMessage, on_broken: OnBroken
+    ) -> None:
         self._attachment = attachment
         self._factory = factory
         self._on_message = on_message
+        self._on_broken = on_broken
         self._peers: dict[MemberKey, _Peer] = {}
 
     @property
@@ -128,19 +143,29 @@ class Links:
         """Close the connection to a member."""
         if (peer := self._peers.pop(key, None)) is not None:
             peer.receiver.cancel()
+            peer.watch.cancel()
             peer.link.close()
 
     async def close(self) -> None:
-        receivers = [peer.receiver for peer in self._peers.values()]
+        tasks = [task for peer in self._peers.values() for task in (peer.receiver, peer.watch)]
         for key in list(self._peers):
             self.drop(key)
-        await asyncio.gather(*receivers, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _connect(self, key: MemberKey, member: MemberView) -> None:
         link = self._factory.open(member, self._attachment)
         receiver = asyncio.create_task(self._receive(key, link), name=f"link to slot {key[0]}")
-        self._peers[key] = _Peer(link, receiver)
+        watch = asyncio.create_task(self._watch(key, link), name=f"watch on slot {key[0]}")
+        self._peers[key] = _Peer(link, receiver, watch)
         link.send(Attach(self.lease))
+
+    async def _watch(self, key: MemberKey, link: WorkerLink) -> None:
+        while True:
+            await link.broke()
+            await asyncio.sleep(BROKEN_WAIT_S)
+            logger.warning("[slot %d] the connection was lost and made again", key[0])
+            link.send(Attach(self.lease))
+            self._on_broken(key)
 
     async def _receive(self, key: MemberKey, link: WorkerLink) -> None:
         while True:

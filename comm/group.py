@@ -9,9 +9,9 @@ Legend: W workers, H header fields, N records, B bytes of a record.
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from moeray.comm import faults
+from moeray.comm.descriptors import shut_down, sockets
 from moeray.comm.errors import BackendUnavailable, GroupError, GroupTimeout
+from moeray.comm.meeting import Meeting, translate
 from moeray.comm.timers import timer_slack
 
 logger = logging.getLogger(__name__)
@@ -78,8 +80,12 @@ class CommGroup:
         store: Store | None = None,
         gloo: Any = None,
         nccl: Any = None,
+        connections: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Use `build`. The backends are torch's process group objects, None in a group of one."""
+        """Use `build`. The backends are torch's process group objects, None in a group of one.
+
+        `connections` are descriptors of gloo's sockets with their inodes.
+        """
         self.epoch = epoch
         self.rank = rank
         self.slots = tuple(slots)
@@ -89,6 +95,7 @@ class CommGroup:
         self._store = store
         self._gloo = gloo
         self._nccl = nccl
+        self._connections = connections
         self.num_begun = 0
         self._headers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -115,16 +122,27 @@ class CommGroup:
             return cls(epoch=epoch, rank=rank, slots=slots, device=device)
         if store is None:
             raise ValueError(f"store is None, a group of {len(slots)} needs one")
-        meeting = _Meeting(epoch, rank, slots, store, time.monotonic() + warm_timeout_s)
+        meeting = Meeting(epoch, rank, slots, store, time.monotonic() + warm_timeout_s)
         started = time.monotonic()
         meeting.wait_for_all("arrived")
         faults.reach("during_group_build")
         with meeting.translated():
+            others = set(sockets().items())
             gloo = _make_gloo(meeting.store, rank, len(slots), meeting.remaining())
+            connections = dict(set(sockets().items()) - others)
             nccl = None
             if device.type == "cuda":
                 nccl = _make_nccl(meeting.store, rank, len(slots), meeting.remaining(), device)
-        group = cls(epoch=epoch, rank=rank, slots=slots, device=device, store=store, gloo=gloo, nccl=nccl)
+        group = cls(
+            epoch=epoch,
+            rank=rank,
+            slots=slots,
+            device=device,
+            store=store,
+            gloo=gloo,
+            nccl=nccl,
+            connections=connections,
+        )
         with meeting.translated():
             group._warm()
             # The first collective may end here before a peer's has: nobody serves until all are through.
@@ -198,6 +216,14 @@ class CommGroup:
         self._nccl = None
         self._store = None
 
+    def abort(self) -> int:
+        """Break gloo's connections, so that an exchange that hangs in another thread fails; how many there were.
+
+        It is the only call that may come from another thread. A peer that is merely silent, as behind a cut link, never
+        makes an exchange fail by itself.
+        """
+        return sum(shut_down(descriptor, inode) for descriptor, inode in self._connections.items())
+
     @property
     def _rows(self) -> Any:
         return self._gloo if self._nccl is None else self._nccl
@@ -221,7 +247,7 @@ class CommGroup:
         try:
             start().wait()
         except RuntimeError as error:
-            raise _translate(error, f"{self._who()}: {what} failed", self._peers_to_blame()) from error
+            raise translate(error, f"{self._who()}: {what} failed", self._peers_to_blame()) from error
 
     def _who(self) -> str:
         return f"epoch {self.epoch}, rank {self.rank} (slot {self.slots[self.rank]}) of slots {list(self.slots)}"
@@ -229,58 +255,6 @@ class CommGroup:
     def _peers_to_blame(self) -> tuple[int, ...]:
         """torch names a socket and not a rank, so only a group of two knows who it was."""
         return (self.slots[1 - self.rank],) if self.size == 2 else ()
-
-
-class _Meeting:
-    """How ranks find each other in the store, and who has not come when the deadline is over."""
-
-    def __init__(self, epoch: int, rank: int, slots: Sequence[int], store: Store, deadline: float) -> None:
-        self.store = PrefixStore(f"epoch-{epoch}", store)
-        self._who = f"epoch {epoch}, rank {rank} (slot {slots[rank]}) of slots {list(slots)}"
-        self._rank = rank
-        self._slots = slots
-        self._deadline = deadline
-
-    def remaining(self) -> timedelta:
-        """Time to the deadline, never zero, which torch takes as no limit."""
-        return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
-
-    def wait_for_all(self, stage: str) -> None:
-        """Tell that this rank reached the stage, and wait until all have."""
-        keys = [f"{stage}/{rank}" for rank in range(len(self._slots))]
-        with self.translated(stage):
-            self.store.set(keys[self._rank], "1")
-            self.store.wait(keys, self.remaining())
-
-    @contextmanager
-    def translated(self, stage: str = "warm") -> Iterator[None]:
-        """Translate torch's errors; blame the ranks that have not reached the stage."""
-        try:
-            yield
-        except GroupError as error:
-            raise type(error)(str(error), slots=self._missing(stage) or error.slots) from error
-        except RuntimeError as error:
-            missing = self._missing(stage)
-            text = f"{self._who}: the group could not be built, slots {list(missing)} are not {stage}"
-            raise _translate(error, text, missing) from error
-
-    def _missing(self, stage: str) -> tuple[int, ...]:
-        try:
-            return tuple(
-                slot
-                for rank, slot in enumerate(self._slots)
-                if rank != self._rank and not self.store.check([f"{stage}/{rank}"])
-            )
-        except RuntimeError:
-            # The store itself is gone: nobody can be named.
-            return ()
-
-
-def _translate(error: RuntimeError, text: str, slots: Sequence[int]) -> GroupError:
-    message = str(error)
-    timed_out = any(mark in message.lower() for mark in ("timed out", "timeout", "time out"))
-    kind = GroupTimeout if timed_out else GroupError
-    return kind(f"{text}: {message.splitlines()[0] if message else type(error).__name__}", slots=slots)
 
 
 def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:

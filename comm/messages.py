@@ -37,7 +37,7 @@ class StopEngine(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Nudge(msgspec.Struct, frozen=True, tag="nudge"):
-    """From the worker's own actor: leave the wait, a call for the engine's thread was queued."""
+    """From the worker's own actor: a peer waits in the header exchange, whose wake got lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

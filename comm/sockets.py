@@ -249,6 +249,7 @@ class AsyncLink(Generic[Message]):
         self._owns_context = context is None
         self._context = context or zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
 
     def connect(self, endpoint: str, server_key: str, client: KeyPair, identity: str) -> None:
         """Start connecting; messages queue until the worker lets this client in. Raises `ValueError` if connected."""
@@ -256,6 +257,7 @@ class AsyncLink(Generic[Message]):
             raise ValueError(f"the link is connected already, it cannot connect to {endpoint}")
         socket = self._context.socket(zmq.DEALER)
         configure_client(socket, server_key, client, identity)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(endpoint)
         self._socket = socket
 
@@ -279,9 +281,19 @@ class AsyncLink(Generic[Message]):
             except msgspec.MsgspecError:
                 self.num_dropped += 1
 
+    async def broke(self) -> None:
+        """Returns each time the connection is lost. It is made again by itself, but what was on its way is gone."""
+        if self._monitor is None:
+            raise ValueError("the link is not connected")
+        await self._monitor.recv_multipart()
+
     def close(self) -> None:
         """Close the link; what is unsent is dropped. Harmless when repeated."""
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+            self._monitor = None
         if self._socket is not None:
+            self._socket.disable_monitor()
             self._socket.close(linger=0)
             self._socket = None
         if self._owns_context:

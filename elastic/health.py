@@ -47,6 +47,13 @@ class StallWatch:
         """Whether nobody has got on for half of the time that is granted: look closer."""
         return not self.is_resting and min(w.still_s for w in self._members.values()) >= self._timeout_s / 2
 
+    @property
+    def overslept(self) -> list[int]:
+        """Parked members that others wait for: a wake may have got lost."""
+        if not self.is_anxious:
+            return []
+        return [slot for slot, watched in self._members.items() if watched.tick is not None and watched.tick.is_parked]
+
     def saw(self, slot: int, tick: Tick) -> None:
         """The member answered."""
         watched = self._members[slot]

@@ -124,6 +124,9 @@ class Member(Protocol):
     async def tick(self) -> Tick:
         """How far it is; answers at any time."""
 
+    async def nudge(self) -> None:
+        """Leave the park, if it is parked: others wait for it, and their wake got lost."""
+
     async def assume(self, topology: Topology) -> None:
         """While halted: take this epoch, which others switched to, for the one that served."""
 

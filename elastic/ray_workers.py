@@ -168,6 +168,9 @@ class RayMember(Member):
     async def tick(self) -> Tick:
         return await self._call("tick", returns=Tick)
 
+    async def nudge(self) -> None:
+        await self._call("nudge", returns=NoneType)
+
     async def assume(self, topology: Topology) -> None:
         await self._call("assume", topology, returns=NoneType)
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # How long the death of a peer may take to be heard of after a member's exchange failed.
 EVIDENCE_WAIT_S = 0.3
+FENCE_TIMEOUT_S = 2.5
 RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 
@@ -93,7 +94,9 @@ class Repairs:
         self.faults.add(slot=slot, incarnation=incarnation, kind=kind, cause=reason, epoch=now.topology.epoch)
         self._board.update(lambda now: now.lost((slot,)))
         # It is ended before anything else: what hangs in an exchange with it ends by that, and it writes nowhere again.
-        fence = asyncio.get_running_loop().create_task(self._fleet.kill(slot, timeout_s=self._config.stop_timeout_s))
+        # One that cannot be reached leaves by itself, and has no way into another epoch's group meanwhile.
+        timeout_s = min(FENCE_TIMEOUT_S, self._config.stop_timeout_s)
+        fence = asyncio.get_running_loop().create_task(self._fleet.kill(slot, timeout_s=timeout_s))
         self._fences.add(fence)
         fence.add_done_callback(self._fences.discard)
         self._begin()

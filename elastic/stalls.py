@@ -1,9 +1,11 @@
 """Looks how far each member is, a few times a second while they work, and tells of one that holds the others up."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from moeray.comm.errors import MoerayError
 from moeray.comm.messages import Tick
@@ -58,6 +60,7 @@ class Stalls:
     async def _watch_epoch(self, topology: Topology) -> None:
         watch = StallWatch(topology.slots, self._timeout_s)
         asked: dict[int, asyncio.Task[Tick]] = {}
+        nudged: dict[int, asyncio.Task[None]] = {}
         try:
             last = time.monotonic()
             while self._is_watching() and self._board.current.topology is topology:
@@ -71,14 +74,23 @@ class Stalls:
                 watch.elapsed(min(now - last, 2 * period_s))
                 last = now
                 self._note(watch, topology, asked)
+                for slot in watch.overslept:
+                    if self._fleet.has(slot) and (slot not in nudged or nudged[slot].done()):
+                        nudged[slot] = asyncio.create_task(self._nudge(slot))
                 suspect = watch.suspect()
                 if suspect is not None and self._is_watching() and self._board.current.topology is topology:
                     self._on_stalled(suspect)
                     return
         finally:
-            for call in asked.values():
+            calls: list[asyncio.Task[Any]] = [*asked.values(), *nudged.values()]
+            for call in calls:
                 call.cancel()
-            await asyncio.gather(*asked.values(), return_exceptions=True)
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _nudge(self, slot: int) -> None:
+        logger.warning("worker %d rests while others wait for it", slot)
+        with contextlib.suppress(MoerayError):
+            await self._fleet.member(slot).nudge()
 
     @staticmethod
     def _note(watch: StallWatch, topology: Topology, asked: dict[int, asyncio.Task[Tick]]) -> None:

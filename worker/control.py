@@ -35,6 +35,8 @@ SOURCE_TIMEOUT_S = 30.0
 # Time for the answer to a last call to leave before the process ends.
 EXIT_DELAY_S = 0.2
 ORPHAN_CHECK_S = 60.0
+# How long a step may take to end when its group is given up, before its exchange is broken.
+ABORT_AFTER_S = 0.5
 # The controller asks once a second at least; without its question for so long, it has counted this worker as lost.
 LEASE_S = 15.0
 LOWEST_PRIORITY = 19
@@ -183,8 +185,14 @@ class WorkerControl:
         return self.worker.status()
 
     async def halt(self, epoch: int) -> int:
-        """See `Worker.halt`."""
-        return await asyncio.wrap_future(self.worker.halt(epoch))
+        """See `Worker.halt`. An exchange that hangs for long is made to fail: what it waits for does not come."""
+        left = asyncio.wrap_future(self.worker.halt(epoch))
+        await asyncio.wait({left}, timeout=ABORT_AFTER_S)
+        engine = self.worker.engine
+        if not left.done() and engine is not None:
+            num_broken = engine.abort_exchange()
+            logger.warning("slot %d: its exchange hangs, %d connections broken", self.slot, num_broken)
+        return await left
 
     async def tick(self) -> Tick:
         """See `Engine.tick`."""
@@ -193,6 +201,10 @@ class WorkerControl:
             raise StartupError(f"slot {self.slot} does not serve yet")
         self._heard_at = time.monotonic()
         return engine.tick()
+
+    async def nudge(self) -> None:
+        """See `Worker.nudge`."""
+        self.worker.nudge()
 
     async def assume(self, topology: Topology) -> None:
         """See `Worker.assume`."""

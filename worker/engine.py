@@ -18,7 +18,7 @@ import torch
 from moeray.comm import faults
 from moeray.comm.errors import EpochMismatch, GroupError
 from moeray.comm.group import CommGroup
-from moeray.comm.messages import KVBlock, StopEngine, Tick, Trouble, Wake
+from moeray.comm.messages import KVBlock, Nudge, StopEngine, Tick, Trouble, Wake
 from moeray.worker.batch import prepare_batch
 from moeray.worker.beside import SLICE_S, Job, JobQueue
 from moeray.worker.commands import CommitEpoch, Halt, PreparedEpoch, StartHandOver
@@ -107,6 +107,10 @@ class Engine:
             logger.exception("%s step loop ended", self._where())
             self._fail(error)
         self._jobs.fail_all(GroupError("the step loop has ended"))
+
+    def abort_exchange(self) -> int:
+        """Let an exchange that hangs fail; from any thread. See `CommGroup.abort`."""
+        return self._group.abort()
 
     def close(self) -> None:
         """Give the group's connections back; the loop has ended."""
@@ -327,6 +331,8 @@ class Engine:
                 case Wake():
                     if message.epoch == self.epoch:
                         self._woken_step = max(self._woken_step, message.step)
+                case Nudge():
+                    self._calls_peers = True
                 case KVBlock():
                     keep_block(message, self.parts.scheduler.pool, self.parts.cache)
                 case StopEngine():

@@ -12,7 +12,7 @@ import torch
 from moeray.comm import faults
 from moeray.comm.errors import GroupError, StartupError
 from moeray.comm.group import CommGroup, host_store, join_store
-from moeray.comm.messages import KVBlock, MemberStatus, StopEngine, TransferReport, Wake
+from moeray.comm.messages import KVBlock, MemberStatus, Nudge, StopEngine, TransferReport, Wake
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import Inbox, KeyPair, PeerLinks, new_key_pair
 from moeray.comm.topology import Topology
@@ -212,6 +212,10 @@ class Worker:
         done: Future[int] = Future()
         self._post(Halt(epoch, done))
         return done
+
+    def nudge(self) -> None:
+        """Leave the park: others wait in the header exchange."""
+        self._post(Nudge())
 
     def assume(self, topology: Topology) -> None:
         """While halted: count from this epoch's placement, which others serve already, and whose seats are filled."""

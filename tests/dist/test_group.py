@@ -155,6 +155,29 @@ def test_a_peer_that_is_gone_is_an_error_that_names_it(pair: list[CommGroup]) ->
         pair[1].exchange_header(torch.tensor([1]))
 
 
+def test_an_exchange_that_hangs_can_be_broken_from_another_thread() -> None:
+    groups = build_groups((4, 7), timeout_s=PATIENT_S)
+    errors: list[GroupError] = []
+
+    def exchange() -> None:
+        try:
+            groups[0].exchange_header(torch.zeros(3, dtype=torch.int64))
+        except GroupError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert groups[0].abort() > 0
+    thread.join(2.0)
+    assert not thread.is_alive()
+    assert "header exchange failed" in str(errors[0])
+    for group in groups:
+        group.close()
+    assert groups[0].abort() == 0
+
+
 def test_the_next_group_is_built_while_the_old_one_serves() -> None:
     old = build_groups((0, 1), epoch=1)
     store, port = host_store(HOST, PATIENT_S)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +24,9 @@ STALL_S = 1.5
 class Breakable(Elastic):
     """A deployment of three workers and a spare, whose workers fail where a file says so."""
 
-    def __init__(self, url: str, http: Any, file: Path) -> None:
+    def __init__(self, serve: Serve, url: str, http: Any, file: Path) -> None:
         super().__init__(url, http)
+        self.serve = serve
         self._file = file
 
     def fail(self, *faults: str) -> None:
@@ -66,7 +69,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Breakable]:
     options = ("--workers", f"{SIZE}", "--max-workers", "5", "--spares", "1", "--kv-cache-gib", "0.05")
     serve = Serve(directory, "demo", *options, variables={VARIABLE: str(file)})
     with serve, client(serve.url()) as http:
-        yield Breakable(serve.url(), http, file)
+        yield Breakable(serve, serve.url(), http, file)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,53 @@ def test_a_connection_that_breaks_costs_nobody_its_place(deployment: Breakable, 
         (fault,) = deployment.new_faults(1, known)
     assert fault["kind"] == "lost its group"
     assert deployment.identities() == before
+
+
+def reset_connections(processes: list[psutil.Process]) -> int:
+    """Reset every TCP connection between these processes; how many there were."""
+    ends = {}
+    for process in processes:
+        for found in process.net_connections(kind="tcp"):
+            if found.status == psutil.CONN_ESTABLISHED:
+                ends[found.laddr] = found.raddr
+    inner = [(near, far) for near, far in ends.items() if far in ends]
+    for near, far in inner:
+        words = ["sport", "=", f":{near.port}", "dport", "=", f":{far.port}"]
+        subprocess.run(["ss", "-K", *words], check=True, capture_output=True)
+    return len(inner)
+
+
+def can_reset() -> bool:
+    """Whether this machine lets us: a pair of sockets is tried."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0]:
+            try:
+                subprocess.run(["ss", "-K", "dport", "=", f":{port}"], check=False, capture_output=True)
+            except FileNotFoundError:
+                return False
+            client.settimeout(0.5)
+            try:
+                client.recv(1)
+            except ConnectionError:
+                return True
+            except TimeoutError:
+                return False
+    return True
+
+
+def test_connections_that_are_reset_lose_nothing(deployment: Breakable, streams: Streams, known: int) -> None:
+    if not can_reset():
+        pytest.skip("this kernel or user cannot reset other processes' connections (ss -K)")
+    before = deployment.identities()
+    workers = [psutil.Process(pid) for pid in before.values()]
+    with streams.running():
+        for members in (workers, [*workers, *deployment.serve.processes_called(r"moeray\.deploy\.frontend")]) * 2:
+            time.sleep(0.7)
+            assert reset_connections(members) > 0
+        deployment.new_faults(1, known)
+    assert deployment.identities() == before
+    assert {fault["kind"] for fault in deployment.faults()[known:]} == {"lost its group"}
 
 
 def test_a_worker_that_hangs_in_a_step_is_found_and_ended(deployment: Breakable, streams: Streams, known: int) -> None:

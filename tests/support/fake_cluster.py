@@ -218,6 +218,9 @@ class FakeMember(Member):
         process = self.process
         return Tick(epoch=process.epoch, position=0, progress=0, is_parked=True, num_requests=0)
 
+    async def nudge(self) -> None:
+        await self._call("nudge")
+
     async def assume(self, topology: Topology) -> None:
         await self._call("assume")
         assert self.process.is_halted

@@ -169,6 +169,9 @@ class FakeWorkerControl(WorkerControl):
         epoch = self.topology.epoch if self.topology is not None else -1
         return Tick(epoch=epoch, position=0, progress=0, is_parked=True, num_requests=0)
 
+    async def nudge(self) -> None:
+        await self._call("nudge")
+
     async def assume(self, topology: Topology) -> None:
         self.topology = topology
 

@@ -351,3 +351,22 @@ def test_nothing_leaks(client_keys: KeyPair) -> None:
         threading.Event().wait(0.02)
     assert process.num_fds() <= before[0]
     assert process.num_threads() <= before[1]
+
+
+def test_a_link_tells_when_its_connection_breaks() -> None:
+    async def talk() -> None:
+        client = new_key_pair()
+        inbox = make_inbox(client.public)
+        link = AsyncLink(decoder=msgspec.msgpack.Decoder(Goodbye))
+        link.connect(inbox.endpoint, inbox.public_key, client, "front")
+        link.send(Hello(1))
+        await asyncio.to_thread(receive_many, inbox, 1)
+        broke = asyncio.create_task(link.broke())
+        await asyncio.sleep(0.05)
+        assert not broke.done()
+        inbox.close()
+        async with asyncio.timeout(DEADLINE_S):
+            await broke
+        link.close()
+
+    asyncio.run(talk())
