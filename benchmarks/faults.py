@@ -3,9 +3,10 @@
     python -m benchmarks.faults kills      kill -9 of each slot of 2, 3 and 4 workers, 20 times, under 16 streams
     python -m benchmarks.faults stops      SIGSTOP of each slot of 3 workers under 16 streams
     python -m benchmarks.faults alarms     5 minutes of load beside 8 busy processes: nobody may be suspected
+    python -m benchmarks.faults prefill --model DIR     a prompt of 4,000 tokens on the reference model, the same
 
-All on the demo model, real processes, clients over HTTP. Every stream is compared token by token with a run without any
-fault. Prints Markdown and writes it into its section of RESULTS.md.
+All but the last on the demo model, real processes, clients over HTTP. Every stream is compared token by token with a
+run without any fault. Prints Markdown and writes it into its section of RESULTS.md.
 """
 
 import argparse
@@ -31,6 +32,7 @@ STALL_TIMEOUT_S = 1.5
 # A pause that begins later than this after a fault is not the fault's.
 AFTERMATH_S = 0.1
 MODEL_LEN = 512
+LONG_PROMPT = 4000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,12 +227,30 @@ async def alarms(arguments: argparse.Namespace, directory: Path, section: Sectio
     )
 
 
-WORK = {"kills": kills, "stops": stops, "alarms": alarms}
+async def prefill(arguments: argparse.Namespace, directory: Path, section: Section) -> None:
+    """Bar: no fault while one worker computes a long prompt and the other waits for it, layer by layer."""
+    if arguments.model is None:
+        raise SystemExit("prefill needs --model, a directory that benchmarks/reference_model.py has made")
+    options = ["--workers", "2", "--threads", "1", "--kv-cache-gib", "1"]
+    with Deployment(str(arguments.model), options, directory / "server.log") as server:
+        body = {"input_ids": [7 + k % 1000 for k in range(LONG_PROMPT)], "max_tokens": 2, "ignore_eos": True}
+        answer = await stream_one(server.url, 0, {**body, "stream": True, "temperature": 0.0})
+        faults = server.get("/faults")["faults"]
+    if answer.error:
+        raise RuntimeError(f"the long prompt failed: {answer.error}")
+    section.add(
+        f"A prompt of {LONG_PROMPT} tokens on 2 workers of one thread: first token after "
+        f"{answer.times[0] - answer.began:.1f} s, {len(faults)} faults (stall time-out {STALL_TIMEOUT_S:g} s)."
+    )
+
+
+WORK = {"kills": kills, "stops": stops, "alarms": alarms, "prefill": prefill}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=WORK)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--streams", type=int, default=16)

@@ -74,6 +74,7 @@ class Manager:
             board=self._board,
             save=self._journal.save,
             on_failed=lambda reason: self._repairs.failed_at_switch(reason),
+            on_scaled=lambda size: self._repairs.want(size),
         )
         self._repairs = Repairs(
             config,
@@ -189,6 +190,7 @@ class Manager:
         self._fleet.incarnations = dict(saved.incarnations)
         self._scaler.restore(saved)
         self._repairs.faults.restore(saved.faults)
+        self._repairs.wanted_size = saved.wanted_size
         logger.warning("the controller was restarted, life %d", self._generation)
         again = self._starting(max(saved.incarnations.values(), default=-1) + 1)
         membership = restored(saved, again, self._generation)
@@ -255,6 +257,7 @@ class Manager:
             secret_key=client.secret,
             history=tuple(view for view in self._scaler.history.views() if view.outcome is not None),
             faults=self._repairs.faults.views(),
+            wanted_size=self._repairs.wanted_size,
             in_flight=self._repairs.in_flight or self._scaler.in_flight,
         )
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from moeray.comm.errors import GroupError, MoerayError
+from moeray.comm.errors import GroupError, MoerayError, WorkerDied
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.topology import Topology
 from moeray.elastic.board import Board
@@ -64,6 +64,7 @@ class Reconfiguration:
         self._publish = tools.publish
         self._clock = PhaseClock(tools.deadlines, in_flight.view.deadline_s)
         self._harmed: set[int] = set()
+        self._silent: set[int] = set()
         self._work: asyncio.Task[None] | None = None
         self.interruption: str | None = None
         self._is_committed = False
@@ -211,10 +212,13 @@ class Reconfiguration:
                     return await call(slot)
             except TimeoutError:
                 self._harmed.add(slot)
+                self._silent.add(slot)
                 raise PhaseFailed(f"worker {slot}: did not {what} within {self._clock.limit}") from None
             except MoerayError as error:
                 # A member that misses others in the group's warm-up is not harmed itself.
                 missed = error.slots if isinstance(error, GroupError) else ()
+                if isinstance(error, WorkerDied):
+                    self._silent.add(slot)
                 self._harmed.update(missed or (slot,))
                 prefix, text = f"worker {slot}: ", str(error)
                 raise PhaseFailed(text if text.startswith(prefix) else prefix + text) from error

@@ -23,9 +23,14 @@ class Repair(Reconfiguration):
     """One attempt; the placement is planned on the way. Afterwards `view.outcome` is "done" or "failed"."""
 
     @property
+    def silent(self) -> frozenset[int]:
+        """Slots that died or did not answer in this attempt."""
+        return frozenset(self._silent)
+
+    @property
     def harmed(self) -> frozenset[int]:
-        """Slots that died or did not answer in this attempt: they are not to be in the next one."""
-        return frozenset(self._harmed)
+        """Slots that this attempt failed with, in whatever way."""
+        return frozenset(self._harmed | self._silent)
 
     async def run(self) -> None:
         """From plan to end; no failure of a worker is raised."""
@@ -47,10 +52,10 @@ class Repair(Reconfiguration):
             async with asyncio.timeout(self._deadlines.status_s):
                 status = await self._member(slot).status()
         except (TimeoutError, MoerayError):
-            self._harmed.add(slot)
+            self._silent.add(slot)
         else:
             if status.committed_epoch != self.epoch:
-                self._harmed.add(slot)
+                self._silent.add(slot)
 
     async def _halt(self) -> None:
         await self._enter("halting")

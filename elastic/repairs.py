@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 # How long the death of a peer may take to be heard of after a member's exchange failed.
 EVIDENCE_WAIT_S = 0.3
 FENCE_TIMEOUT_S = 2.5
-RETRY_S = 0.2
+RETRY_S = 0.1
+PATIENT_ATTEMPTS = 3
 LONGEST_RETRY_S = 10.0
 
 
@@ -44,7 +45,10 @@ class Evidence:
 
 
 class Repairs:
-    """All calls come from one event loop. `save` writes the controller's state."""
+    """All calls come from one event loop. `save` writes the controller's state.
+
+    `wanted_size` is how many workers there are to be: those of the start, or of the last scale that was done.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Repairs:
         save: Callable[[], Awaitable[None]],
     ) -> None:
         self.faults = FaultLog(config.history_limit)
+        self.wanted_size = config.num_workers
         self._config = config
         self._fleet = fleet
         self._spares = spares
@@ -70,7 +75,6 @@ class Repairs:
         self._evidence: Evidence | None = None
         self._weighing: asyncio.Task[None] | None = None
         self._fences: set[asyncio.Task[None]] = set()
-        self._wanted = config.num_workers
 
     @property
     def is_idle(self) -> bool:
@@ -81,6 +85,10 @@ class Repairs:
         """The attempt that runs, as a restarted controller needs it."""
         return self._current.in_flight if self._current is not None else None
 
+    def want(self, size: int) -> None:
+        """Somebody changed the size: lost workers are replaced up to that from now on."""
+        self.wanted_size = size
+
     def lost(self, slot: int, incarnation: int, reason: str, *, kind: str = "died") -> None:
         """A member of the group is dead, or shall be."""
         now = self._board.current
@@ -89,8 +97,6 @@ class Repairs:
             # It is known, and whatever takes its place may be on the board already.
             self._begin()
             return
-        if self.is_idle:
-            self._wanted = now.topology.size
         self.faults.add(slot=slot, incarnation=incarnation, kind=kind, cause=reason, epoch=now.topology.epoch)
         self._board.update(lambda now: now.lost((slot,)))
         # It is ended before anything else: what hangs in an exchange with it ends by that, and it writes nowhere again.
@@ -141,7 +147,6 @@ class Repairs:
                 cause=evidence.reason,
                 epoch=evidence.epoch,
             )
-            self._wanted = topology.size
             self._begin()
 
     def _begin(self) -> None:
@@ -158,11 +163,11 @@ class Repairs:
             await self._until_served()
             await self._settle()
         topology = self._board.current.topology
-        if self._config.replace and topology is not None and topology.size < self._wanted:
-            self._replacing = asyncio.get_running_loop().create_task(self._replace(self._wanted, topology.epoch))
+        if self._config.replace and topology is not None and topology.size < self.wanted_size:
+            self._replacing = asyncio.get_running_loop().create_task(self._replace(self.wanted_size, topology.epoch))
 
     async def _until_served(self) -> None:
-        pause_s = RETRY_S
+        pause_s, num_failed = RETRY_S, 0
         while self._is_broken:
             self._is_broken = False
             try:
@@ -172,14 +177,19 @@ class Repairs:
                 attempt = None
             if attempt is None or attempt.view.outcome != "done":
                 self._is_broken = True
-                harmed = attempt.harmed if attempt is not None else frozenset()
-                if not self._blame(harmed, attempt):
+                num_failed += 1
+                if not self._blame(attempt, with_errors=num_failed > PATIENT_ATTEMPTS):
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
-    def _blame(self, slots: frozenset[int], attempt: Repair | None) -> bool:
-        """Members that failed in an attempt are given up; whether there were any."""
-        reason = attempt.view.reason if attempt is not None else None
+    def _blame(self, attempt: Repair | None, *, with_errors: bool) -> bool:
+        """Members that did not answer in an attempt are given up; whether there were any.
+
+        One that answers with an error is to blame only in the end: a connection that breaks once more is not its fault.
+        """
+        if attempt is None:
+            return False
+        slots, reason = attempt.harmed if with_errors else attempt.silent, attempt.view.reason
         for slot in sorted(slots & set(self._board.current.survivors)):
             incarnation = self._board.current.member(slot).incarnation
             self.lost(slot, incarnation, reason or "it did not answer", kind="was silent")

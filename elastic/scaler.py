@@ -28,7 +28,7 @@ class Scaler:
     """All calls come from one event loop.
 
     `save` writes the controller's state; `on_failed` hears of an operation that was committed and did not come to its
-    end. `next_epoch` is a number that no operation has had.
+    end, `on_scaled` of the size that somebody asked for and got. `next_epoch` is a number that no operation has had.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Scaler:
         board: Board,
         save: Callable[[], Awaitable[None]],
         on_failed: Callable[[str], None],
+        on_scaled: Callable[[int], None],
     ) -> None:
         self.history = History(config.history_limit)
         self.next_epoch = 0
@@ -51,6 +52,7 @@ class Scaler:
         self._board = board
         self._save = save
         self._on_failed = on_failed
+        self._on_scaled = on_scaled
         self._planning = asyncio.Lock()
         self._num_pauses = 0
         self._current: Reconfiguration | None = None
@@ -174,6 +176,8 @@ class Scaler:
     async def _publish(self, view: OperationView) -> None:
         if view.outcome is not None:
             self._current = None
+        if view.outcome == "done" and view.kind == "scale":
+            self._on_scaled(len(view.targets))
         self.history.put(view)
         await self._save()
 
@@ -223,6 +227,7 @@ class Scaler:
         view = entered(view, "planned")
         if plan.changes_nothing:
             self.history.put(ended(view, "done", "nothing to do: that is its size"))
+            self._on_scaled(len(targets))
             return None
         logger.info("operation %s: slots %s become %s", operation_id, topology.slots, targets)
         self.take_epoch()

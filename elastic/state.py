@@ -112,6 +112,7 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     secret_key: str
     history: tuple[OperationView, ...]
     faults: tuple[FaultView, ...]
+    wanted_size: int
     in_flight: InFlight | None
 
 

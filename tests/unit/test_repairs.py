@@ -72,6 +72,35 @@ def test_only_lost_experts_are_read() -> None:
     run(body, num_workers=4, replace=False)
 
 
+def test_a_second_death_before_the_first_is_replaced_leaves_nobody_out() -> None:
+    async def body(deployment: Deployment) -> None:
+        deployment.cluster.fail(2, "load", hang)
+        deployment.cluster.alive[2].died.set()
+        await deployment.until(lambda view: view.epoch > 0)
+        await deployment.called(2, "load")
+        deployment.cluster.heal()
+        deployment.cluster.alive[1].died.set()
+        await deployment.until(lambda view: sum(m.state == "serving" for m in view.members) == 3)
+
+    run(body, num_workers=3)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_lost_workers_are_replaced_up_to_the_size_that_was_asked_for_last(restart: bool) -> None:
+    async def body(deployment: Deployment) -> None:
+        assert (await deployment.scale(3)).outcome == "done"
+        await deployment.settled()
+        if restart:
+            await deployment.restart()
+            await deployment.manager.faults()
+        deployment.cluster.alive[0].died.set()
+        await deployment.until(lambda view: view.epoch > 1)
+        await deployment.until(lambda view: sum(m.state == "serving" for m in view.members) == 3)
+        await deployment.settled()
+
+    run(body)
+
+
 def test_without_replacement_the_rest_stays_alone() -> None:
     async def body(deployment: Deployment) -> None:
         deployment.cluster.alive[0].died.set()
