@@ -45,7 +45,9 @@ class StallWatch:
     @property
     def is_anxious(self) -> bool:
         """Whether nobody has got on for half of the time that is granted: look closer."""
-        return not self.is_resting and min(w.still_s for w in self._members.values()) >= self._timeout_s / 2
+        if self.is_resting or any(watched.tick is None for watched in self._members.values()):
+            return False
+        return min(watched.still_s for watched in self._members.values()) >= self._timeout_s / 2
 
     @property
     def overslept(self) -> list[int]:
@@ -76,8 +78,10 @@ class StallWatch:
     def suspect(self) -> Suspect | None:
         """Who has to go, if anybody has."""
         timeout_s, members = self._timeout_s, self._members
-        if any(watched.tick is None for watched in members.values()):
-            return None  # the epoch has only begun
+        unheard = [slot for slot, watched in members.items() if watched.tick is None]
+        if unheard:  # the epoch has only begun, or somebody never came to it
+            late = [slot for slot in unheard if members[slot].silent_s >= 4 * timeout_s]
+            return Suspect(late[0], f"it has not told of this epoch for {4 * timeout_s:g} s") if late else None
         if self.is_resting:
             # Nobody waits for it, but a request that is sent to it would.
             mute = [slot for slot, watched in members.items() if watched.silent_s >= 2 * timeout_s]

@@ -7,6 +7,7 @@ from typing import Literal
 
 from moeray.comm.errors import MoerayError, StartupError, WorkerDied
 from moeray.comm.messages import MemberStatus
+from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
 from moeray.elastic.board import Board
 from moeray.elastic.controller_config import ControllerConfig
@@ -14,12 +15,13 @@ from moeray.elastic.fleet import Fleet
 from moeray.elastic.member import Member, WorkerSource
 from moeray.elastic.membership import Membership
 from moeray.elastic.startup import on_all, take_down
-from moeray.elastic.state import SavedState
+from moeray.elastic.state import SavedMember, SavedState
 
 logger = logging.getLogger(__name__)
 
 # Versions of one life of the controller; those of the next are all newer.
 VERSIONS_PER_LIFE = 1 << 32
+LOOK_UPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,7 @@ async def adopt_members(
     """
     found: list[Member] = []
     for known in saved.members:
-        try:
-            async with asyncio.timeout(config.operation_deadlines.status_s):
-                control = known.report.control if known.report is not None else None
-                member = await asyncio.to_thread(source.find, known.slot, known.incarnation, fleet.client, control)
-        except TimeoutError:
-            raise StartupError(f"worker {known.slot}: it could not be looked up in time") from None
+        member = await _look_up(known, fleet.client, source, config.operation_deadlines.status_s)
         if member is not None:
             found.append(member)
     if saved.topology is None:
@@ -87,6 +84,18 @@ async def adopt_members(
             await fleet.end(record.slot, orderly=False, timeout_s=config.stop_timeout_s)
     is_repairing = in_flight is not None and in_flight.kind == "repair"
     return Adopted(gone=gone, is_broken=is_repairing or any(status.is_halted for status in statuses))
+
+
+async def _look_up(known: SavedMember, client: KeyPair, source: WorkerSource, timeout_s: float) -> Member | None:
+    """Raises `StartupError` if nobody can tell whether it lives, after several times of asking."""
+    control = known.report.control if known.report is not None else None
+    for _ in range(LOOK_UPS):
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(source.find, known.slot, known.incarnation, client, control)
+        except TimeoutError:
+            logger.warning("worker %d was not looked up within %g s", known.slot, timeout_s)
+    raise StartupError(f"worker {known.slot}: it could not be looked up within {LOOK_UPS} times {timeout_s:g} s")
 
 
 async def _ask(member: Member, timeout_s: float) -> MemberStatus | Literal["dead", "silent"]:

@@ -1,7 +1,8 @@
 """A whole deployment in one event loop: the manager, workers made of coroutines, a memory, and ways to break them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from moeray.elastic.controller_config import ControllerConfig
 from moeray.elastic.manager import Manager
@@ -29,6 +30,7 @@ class Deployment:
         overall_s: float = 10.0,
         history_limit: int = 100,
         replace: bool = True,
+        deadline_s: float = SHORT_S,
     ) -> None:
         self.cluster = FakeCluster(num_experts)
         self.config = ControllerConfig(
@@ -40,21 +42,21 @@ class Deployment:
             max_workers=max_workers,
             min_workers=min_workers,
             num_spares=num_spares,
-            deadlines=StartDeadlines(create_s=SHORT_S, load_s=SHORT_S, join_s=SHORT_S),
+            deadlines=StartDeadlines(create_s=deadline_s, load_s=deadline_s, join_s=deadline_s),
             operation_deadlines=OperationDeadlines(
-                provision_s=2 * SHORT_S,
-                connect_s=SHORT_S,
-                transfer_s=SHORT_S,
-                switch_s=SHORT_S,
-                retire_s=SHORT_S,
-                halt_s=SHORT_S,
-                rollback_s=SHORT_S,
-                status_s=SHORT_S,
+                provision_s=2 * deadline_s,
+                connect_s=deadline_s,
+                transfer_s=deadline_s,
+                switch_s=deadline_s,
+                retire_s=deadline_s,
+                halt_s=deadline_s,
+                rollback_s=deadline_s,
+                status_s=deadline_s,
                 overall_s=overall_s,
             ),
             history_limit=history_limit,
             spare_retry_s=0.01,
-            stop_timeout_s=SHORT_S,
+            stop_timeout_s=deadline_s,
             replace=replace,
         )
         self.values: dict[str, bytes] = {}
@@ -179,3 +181,14 @@ class Deployment:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run(body: Callable[[Deployment], Awaitable[None]], **options: Any) -> None:
+    """Start a deployment, do that, and stop it; nothing may be left."""
+
+    async def all_of_it() -> None:
+        deployment = await Deployment(**options).serve()
+        await body(deployment)
+        await deployment.stop()
+
+    asyncio.run(all_of_it())

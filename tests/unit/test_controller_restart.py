@@ -1,25 +1,14 @@
 """The controller dies at each point of an operation, and its next life brings the operation to one end or the other."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
 from moeray.elastic.view import ScaleRequest
-from tests.support.deployment import Deployment
+from tests.support.deployment import Deployment, run
 from tests.support.fake_cluster import hang
 
 BEFORE_THE_SWITCH = ("provisioning", "connecting", "transferring", "ready")
-
-
-def run(body: Callable[[Deployment], Awaitable[None]], **options: Any) -> None:
-    async def all_of_it() -> None:
-        deployment = await Deployment(**options).serve()
-        await body(deployment)
-        await deployment.stop()
-
-    asyncio.run(all_of_it())
 
 
 async def killed_at(deployment: Deployment, phase: str, request: ScaleRequest, *, before: bool) -> None:

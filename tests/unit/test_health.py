@@ -95,11 +95,16 @@ def test_a_single_worker_that_hangs_is_suspected() -> None:
     assert suspect.slot == 0
 
 
-def test_an_epoch_that_has_only_begun_is_not_judged() -> None:
+def test_an_epoch_that_has_only_begun_is_not_judged_unless_one_never_comes_to_it() -> None:
     watched = StallWatch((0, 1), TIMEOUT_S)
     watched.saw(0, tick(1))
-    pass_time(watched, 10.0, a=tick(1))
+    pass_time(watched, 4 * TIMEOUT_S - 0.2, a=tick(1))
     assert watched.suspect() is None
+    assert not watched.is_anxious
+    pass_time(watched, 0.3, a=tick(1))
+    suspect = watched.suspect()
+    assert suspect is not None
+    assert (suspect.slot, suspect.evidence) == (1, "it has not told of this epoch for 6 s")
 
 
 def test_getting_on_at_all_starts_the_time_again() -> None:

@@ -2,26 +2,16 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from moeray.comm.errors import GroupTimeout, OperationRefused, StartupError
 from moeray.elastic.view import PHASES, OperationView, ScaleRequest
-from tests.support.deployment import Deployment
+from tests.support.deployment import Deployment, run
 from tests.support.fake_cluster import Fault, die, error, hang
 
 GOOD_END = ["planned", "provisioning", "connecting", "transferring", "ready", "switched", "retired"]
-
-
-def run(body: Callable[[Deployment], Awaitable[None]], **options: Any) -> None:
-    async def all_of_it() -> None:
-        deployment = await Deployment(**options).serve()
-        await body(deployment)
-        await deployment.stop()
-
-    asyncio.run(all_of_it())
 
 
 def phases(view: OperationView) -> list[str]:

@@ -3,26 +3,18 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from moeray.comm.errors import OperationRefused
 from moeray.elastic.view import FaultView, ScaleRequest
-from tests.support.deployment import WAIT_S, Deployment
+from tests.support.deployment import WAIT_S, Deployment, run
 from tests.support.fake_cluster import die, hang
 
 CALLS = ("halt", "connect", "transfer", "commit")
-
-
-def run(body: Callable[[Deployment], Awaitable[None]], **options: Any) -> None:
-    async def all_of_it() -> None:
-        deployment = await Deployment(**options).serve()
-        await body(deployment)
-        await deployment.stop()
-
-    asyncio.run(all_of_it())
+# Nobody is only silent in the storm: what is slow there is this machine.
+PATIENT_S = 5.0
 
 
 async def repaired(deployment: Deployment, epoch: int = 0) -> None:
@@ -321,7 +313,8 @@ def test_a_member_that_died_while_the_controller_was_gone_is_missed() -> None:
 
 async def storm(seed: int) -> None:
     random_ = random.Random(seed)
-    deployment = await Deployment(num_workers=3, max_workers=5, num_spares=seed % 2, num_experts=11).serve()
+    deployment = Deployment(num_workers=3, max_workers=5, num_spares=seed % 2, num_experts=11, deadline_s=PATIENT_S)
+    await deployment.serve()
     for _ in range(12):
         for _ in range(random_.randint(1, 2)):
             if not (alive := list(deployment.cluster.alive.values())):
@@ -337,7 +330,7 @@ async def storm(seed: int) -> None:
             await deployment.restart()
             await deployment.manager.faults()
         await asyncio.sleep(random_.random() * 0.02)
-    async with asyncio.timeout(2 * WAIT_S):
+    async with asyncio.timeout(6 * WAIT_S):
         while True:
             await asyncio.sleep(0.5)
             try:
