@@ -92,8 +92,11 @@ class Faults:
                 self.troubles.append(f"worker {slot} was taken for dead after a pause of {PAUSED_S:g} s: {fault}")
 
     async def _faults_of(self, slot: int) -> list[dict[str, Any]]:
-        faults = (await self._http.get("/faults")).json()["faults"]
-        return [fault for fault in faults if fault["slot"] == slot]
+        answer = await self._http.get("/faults")
+        if answer.status_code != 200:
+            self.troubles.append(f"/faults answered {answer.status_code}: {answer.text[:300]}")
+            return []
+        return [fault for fault in answer.json()["faults"] if fault["slot"] == slot]
 
 
 def is_there(pid: int) -> bool:
