@@ -111,11 +111,11 @@ def create_controller(config: ControllerConfig, factory: WorkerFactory) -> Any:
     Ray starts it again if its process dies, and sends it the calls that it has not answered.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from moeray.deploy.actors import ControllerActor
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # Not by node affinity: if it is soft, Ray does not heed it for an actor that takes no resources.
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     try:
         return (
             ray.remote(ControllerActor)
@@ -127,7 +127,8 @@ def create_controller(config: ControllerConfig, factory: WorkerFactory) -> Any:
                 max_task_retries=-1,
                 num_cpus=0,
                 max_concurrency=1000,
-                scheduling_strategy=here,
+                label_selector=here,
+                fallback_strategy=[{"label_selector": {}}],
             )
             .remote(config, factory)
         )

@@ -5,6 +5,7 @@ injects.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -70,6 +71,7 @@ class Controller:
             RayWorkers(worker_factory),
             RayStateStore(f"{namespace(config.deployment)}/{context.get_actor_id()}"),
             exit_process=lambda: ray.kill(context.current_actor, no_restart=True),
+            leave=lambda: os._exit(1),
         )
 
     async def start(self) -> None:

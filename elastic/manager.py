@@ -30,9 +30,14 @@ from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationVie
 
 logger = logging.getLogger(__name__)
 
+# How long the store may take to tell that this is still the controller.
+IN_CHARGE_S = 0.5
+
 
 class Manager:
-    """All calls come from one event loop. `exit_process` ends the controller's own process, if nobody needs it."""
+    """All calls come from one event loop. `exit_process` ends the controller, if nobody needs it; `leave` only this
+    process, if another one is the controller now.
+    """
 
     def __init__(
         self,
@@ -41,12 +46,14 @@ class Manager:
         store: StateStore,
         *,
         exit_process: Callable[[], None] = lambda: None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._source = source
         self._exit_process = exit_process
+        self._checking: asyncio.Task[None] | None = None
         self._board = Board(self._starting())
-        self._journal = Journal(store, self._collect)
+        self._journal = Journal(store, self._collect, on_superseded=leave)
         self._fleet = Fleet(
             source,
             self._board,
@@ -89,6 +96,7 @@ class Manager:
             self._board,
             timeout_s=config.stall_timeout_s,
             is_watching=lambda: self._repairs.is_idle,
+            may_judge=self._is_in_charge,
             on_stalled=self._on_stalled,
         )
         self._generation = 0
@@ -196,6 +204,7 @@ class Manager:
         membership = restored(saved, again, self._generation)
         self._board.update(lambda _: membership)
         self._adopted.clear()
+        await self._journal.save()  # from now on an earlier life that still runs, cut off, knows that it is over
         self._start = self._spawn(self._go_on(saved))
         self._spawn(self._watch_readers())
 
@@ -213,8 +222,8 @@ class Manager:
             self._begin_to_serve()
             for slot, incarnation in found.gone:
                 reason = "its process died while the controller was restarted"
-                if not self._scaler.lost(slot, reason):
-                    self._repairs.lost(slot, incarnation, reason)
+                self._scaler.lost(slot, reason)
+                self._repairs.lost(slot, incarnation, reason)
             if found.is_broken:
                 self._repairs.resume()
             await self._save_quietly()
@@ -266,6 +275,21 @@ class Manager:
             await self._journal.save()
         except MoerayError as error:
             logger.warning("the controller's state could not be saved: %s", error)
+
+    async def _is_in_charge(self) -> bool:
+        """Whether the store answers, soon, and knows of no later life of the controller.
+
+        A controller that is cut off from it suspects those that are not, while Ray starts another one elsewhere.
+        """
+        if self._checking is None or self._checking.done():
+            self._checking = self._spawn(self._journal.check())
+        try:
+            async with asyncio.timeout(IN_CHARGE_S):
+                await asyncio.shield(self._checking)
+        except (TimeoutError, MoerayError):
+            logger.warning("the controller's store does not answer: nobody is suspected from here")
+            return False
+        return True
 
     # Ends
 

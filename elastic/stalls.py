@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from moeray.comm.errors import MoerayError
@@ -31,13 +31,17 @@ class Stalls:
         *,
         timeout_s: float,
         is_watching: Callable[[], bool],
+        may_judge: Callable[[], Awaitable[bool]],
         on_stalled: Callable[[Suspect], None],
     ) -> None:
-        """Nothing is judged while `is_watching` says no: the group is being made again."""
+        """Nothing is judged while `is_watching` says no: the group is being made again. `may_judge` is asked last: it
+        tells whether it is not this process that is cut off from all others.
+        """
         self._fleet = fleet
         self._board = board
         self._timeout_s = timeout_s
         self._is_watching = is_watching
+        self._may_judge = may_judge
         self._on_stalled = on_stalled
 
     async def watch(self) -> None:
@@ -78,7 +82,9 @@ class Stalls:
                     if self._fleet.has(slot) and (slot not in nudged or nudged[slot].done()):
                         nudged[slot] = asyncio.create_task(self._nudge(slot))
                 suspect = watch.suspect()
-                if suspect is not None and self._is_watching() and self._board.current.topology is topology:
+                if suspect is None or not await self._may_judge():
+                    continue
+                if self._is_watching() and self._board.current.topology is topology:
                     self._on_stalled(suspect)
                     return
         finally:

@@ -5,17 +5,20 @@ key, so that a reader never sees half of a change.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
 from moeray.comm.calls import Address
-from moeray.comm.errors import StartupError
+from moeray.comm.errors import MoerayError, StartupError
 from moeray.comm.topology import Topology
 from moeray.elastic.member import WorkerReport
 from moeray.elastic.membership import MemberRecord
 from moeray.elastic.view import FaultView, OperationView
+
+logger = logging.getLogger(__name__)
 
 
 class StateStore(Protocol):
@@ -116,12 +119,22 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: InFlight | None
 
 
+class SavedLife(msgspec.Struct, frozen=True):
+    """What a `SavedState` says of the life that wrote it; the rest is not read."""
+
+    generation: int
+
+
 class Journal:
     """Writes the newest state; calls from one event loop. `collect` gives the state of this moment."""
 
-    def __init__(self, store: StateStore, collect: Callable[[], SavedState]) -> None:
+    def __init__(
+        self, store: StateStore, collect: Callable[[], SavedState], *, on_superseded: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_superseded` is called when a later life of the controller has written."""
         self._store = store
         self._collect = collect
+        self._on_superseded = on_superseded
         self._writing = asyncio.Lock()
         self._is_closed = False
 
@@ -129,7 +142,21 @@ class Journal:
         """The state of now, or a newer one, is written when this returns. Raises `MoerayError`."""
         async with self._writing:
             if not self._is_closed:
+                await self._check()
                 await self._store.write(msgspec.json.encode(self._collect()))
+
+    async def check(self) -> None:
+        """Returns if no later life has written. Raises `MoerayError` else, or if that cannot be told."""
+        async with self._writing:
+            if not self._is_closed:
+                await self._check()
+
+    async def _check(self) -> None:
+        value, own = await self._store.read(), self._collect().generation
+        if value is not None and msgspec.json.decode(value, type=SavedLife).generation > own:
+            logger.error("life %d of the controller is over: another one has begun elsewhere", own)
+            self._on_superseded()
+            raise MoerayError("another controller has taken over")
 
     async def load(self) -> SavedState | None:
         """What an earlier life wrote. Raises `StartupError` if it cannot be read, `MoerayError` if not be reached."""

@@ -311,6 +311,24 @@ def test_a_member_that_died_while_the_controller_was_gone_is_missed() -> None:
     run(body, num_workers=3)
 
 
+def test_a_member_known_to_be_dead_is_not_forgotten_by_the_next_life_of_the_controller() -> None:
+    async def body(deployment: Deployment) -> None:
+        deployment.cluster.fail(2, "load", hang)
+        begun = await deployment.manager.scale(ScaleRequest(workers=3))
+        await deployment.called(2, "load")
+        deployment.store.hold_at("rolled_back", before=False)
+        deployment.cluster.alive[0].died.set()
+        async with asyncio.timeout(WAIT_S):
+            await deployment.store.held.wait()
+        await deployment.restart()
+        deployment.cluster.heal()
+        assert (await deployment.ended(begun.operation_id)).outcome == "rolled_back"
+        await repaired(deployment)
+        assert (await deployment.scale(3)).outcome == "done"
+
+    run(body)
+
+
 async def storm(seed: int) -> None:
     random_ = random.Random(seed)
     deployment = Deployment(num_workers=3, max_workers=5, num_spares=seed % 2, num_experts=11, deadline_s=PATIENT_S)
