@@ -69,6 +69,7 @@ class Reconfiguration:
         self.interruption: str | None = None
         self._is_committed = False
         self._lost_at_switch = asyncio.Event()
+        self._is_late = False
         self._is_resumed = False
 
     @property
@@ -235,6 +236,7 @@ class Reconfiguration:
         async with Switch(self._fleet, self.view, self._deadlines, must_ask=self._is_resumed) as switch:
             failure = await switch.members(self._lost_at_switch)
             if failure is not None:
+                self._is_late = switch.is_late
                 await self._close("failed", failure)
                 return
             self._board.update(lambda now: now.switched(topology))

@@ -39,7 +39,7 @@ class Repair(Reconfiguration):
             await self._close("failed", reason)
             return
         await self._finish()
-        if self.view.outcome != "done":
+        if self._is_late:
             await on_all(self.view.targets, self._note_if_uncommitted)
 
     async def resume(self) -> None:

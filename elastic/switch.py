@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
-from moeray.comm.errors import MoerayError, WorkerDied
+from moeray.comm.errors import GroupError, MoerayError, WorkerDied
 from moeray.comm.messages import MemberStatus
 from moeray.elastic.fleet import Fleet
 from moeray.elastic.phases import OperationDeadlines
@@ -35,6 +35,7 @@ class Switch:
         self._deadlines = deadlines
         self._must_ask = must_ask
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self.is_late = False
 
     async def __aenter__(self) -> "Switch":
         loop = asyncio.get_running_loop()
@@ -59,6 +60,7 @@ class Switch:
         all_switched = asyncio.create_task(asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION))
         one_lost = asyncio.create_task(lost.wait())
         await asyncio.wait({all_switched, one_lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        self.is_late = not all_switched.done() and not one_lost.done()
         all_switched.cancel()
         one_lost.cancel()
         behind = {slot: call for slot, call in calls.items() if not call.done() or call.exception() is not None}
@@ -80,7 +82,7 @@ class Switch:
             await asyncio.wait(calls, timeout=self._deadlines.retire_s)
 
     async def _commit(self, slot: int) -> None:
-        """Returns once the slot's worker has switched, or left. `WorkerDied` if it never will."""
+        """Returns once the slot's worker has switched, or left. `WorkerDied` or `GroupError` if it never will."""
         epoch, must_ask = self._operation.to_epoch, self._must_ask
         while True:
             member = self._fleet.member(slot)
@@ -89,8 +91,8 @@ class Switch:
                     return
                 if await member.commit(epoch) == epoch:
                     return
-            except WorkerDied:
-                raise
+            except (WorkerDied, GroupError):
+                raise  # the group that it should leave, or that it came to, has broken
             except MoerayError as error:
                 logger.warning("[epoch %d] worker %d: %s", epoch, slot, error)
             must_ask = True

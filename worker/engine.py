@@ -297,7 +297,8 @@ class Engine:
 
         The step that ran is forgotten. It is scheduled again, because sequences advance by what is committed only.
         """
-        # Peers that wait in an exchange hear of it by this.
+        # Peers that wait in an exchange hear of it by this; closing takes longer.
+        self._group.abort()
         threading.Thread(target=self._group.close, name="close group", daemon=True).start()
         self._kept, self._hand_over, self._calls_peers = None, None, False
         self.parts.expert_load.discard()

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,10 @@ def reset_connections(processes: list[psutil.Process]) -> int:
     """Reset every TCP connection between these processes; how many there were."""
     ends = {}
     for process in processes:
-        for found in process.net_connections(kind="tcp"):
-            if found.status == psutil.CONN_ESTABLISHED:
-                ends[found.laddr] = found.raddr
+        with suppress(psutil.NoSuchProcess):  # it was replaced
+            for found in process.net_connections(kind="tcp"):
+                if found.status == psutil.CONN_ESTABLISHED:
+                    ends[found.laddr] = found.raddr
     inner = [(near, far) for near, far in ends.items() if far in ends]
     for near, far in inner:
         words = ["sport", "=", f":{near.port}", "dport", "=", f":{far.port}"]
@@ -167,15 +169,16 @@ def can_reset() -> bool:
 def test_connections_that_are_reset_lose_nothing(deployment: Breakable, streams: Streams, known: int) -> None:
     if not can_reset():
         pytest.skip("this kernel or user cannot reset other processes' connections (ss -K)")
-    before = deployment.identities()
-    workers = [psutil.Process(pid) for pid in before.values()]
+    workers = [psutil.Process(pid) for pid in deployment.identities().values()]
+    num_reset = 0
     with streams.running():
         for members in (workers, [*workers, *deployment.serve.processes_called(r"moeray\.deploy\.frontend")]) * 2:
             time.sleep(0.7)
-            assert reset_connections(members) > 0
-        deployment.new_faults(1, known)
-    assert deployment.identities() == before, deployment.faults()[known:]
-    assert {fault["kind"] for fault in deployment.faults()[known:]} == {"lost its group"}
+            num_reset += reset_connections(members)
+        faults = deployment.new_faults(1, known)
+        deployment.replaced()
+    assert num_reset > 0
+    assert faults[0]["kind"] == "lost its group"
 
 
 def test_a_worker_that_hangs_in_a_step_is_found_and_ended(deployment: Breakable, streams: Streams, known: int) -> None:
