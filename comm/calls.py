@@ -85,6 +85,7 @@ class CallServer:
         decoder = msgspec.msgpack.Decoder(Call)
         self._inbox = Inbox(host=host, keys=keys, client_keys=client_keys, decoder=decoder)
         self.address = Address(self._inbox.endpoint, keys.public)
+        self._parameters: dict[str, Any] = {}
 
     def run(self, commands: object) -> None:
         """Answer until `close`; belongs to one thread. The methods run on an event loop of its own."""
@@ -115,7 +116,9 @@ class CallServer:
 
     async def _answer(self, commands: object, sender: bytes, call: Call) -> None:
         try:
-            arguments = msgspec.msgpack.decode(call.arguments, type=_parameters(type(commands), call.name))
+            if call.name not in self._parameters:
+                self._parameters[call.name] = _parameters(type(commands), call.name)
+            arguments = msgspec.msgpack.decode(call.arguments, type=self._parameters[call.name])
             value = await getattr(commands, call.name)(*arguments)
             answer = Answer(call.number, msgspec.Raw(msgspec.msgpack.encode(value)))
         except (MoerayError, ValueError) as error:

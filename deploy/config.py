@@ -38,6 +38,10 @@ def num_usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+# An exchange may hang although both of its sockets are dead; it ends by itself after so many stall time-outs.
+GROUP_TIMEOUTS = 3.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """The options of `moeray serve`, under the names of the command line.
@@ -198,6 +202,7 @@ class ServeConfig:
             prefix_caching=self.prefix_caching,
             kv_cache_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * (1 << 30)),
             num_threads=self.threads,
+            group_timeout_s=GROUP_TIMEOUTS * self.stall_timeout_s,
             orphan_timeout_s=self.orphan_timeout_s,
         )
 

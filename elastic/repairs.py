@@ -160,8 +160,9 @@ class Repairs:
         async with self._scaler.paused():
             if self._replacing is not None:
                 self._replacing.cancel()
-            await self._until_served()
-            await self._settle()
+            while self._is_broken:  # again, if another member was lost while all was put away
+                await self._until_served()
+                await self._settle()
         topology = self._board.current.topology
         if self._config.replace and topology is not None and topology.size < self.wanted_size:
             self._replacing = asyncio.get_running_loop().create_task(self._replace(self.wanted_size, topology.epoch))
