@@ -257,7 +257,6 @@ class AsyncLink(Generic[Message]):
             raise ValueError(f"the link is connected already, it cannot connect to {endpoint}")
         socket = self._context.socket(zmq.DEALER)
         configure_client(socket, server_key, client, identity)
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(endpoint)
         self._socket = socket
 
@@ -282,9 +281,12 @@ class AsyncLink(Generic[Message]):
                 self.num_dropped += 1
 
     async def broke(self) -> None:
-        """Returns each time the connection is lost. It is made again by itself, but what was on its way is gone."""
+        """Returns each time the connection is lost, from the first call on.
+
+        It is made again by itself, but what was on its way is gone.
+        """
         if self._monitor is None:
-            raise ValueError("the link is not connected")
+            self._monitor = self._open_socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         await self._monitor.recv_multipart()
 
     def close(self) -> None:

@@ -54,6 +54,10 @@ class Topology:
             raise ValueError(f"slot {slot} is not a member of epoch {self.epoch}, members are {self.slots}")
         return self.slots.index(slot)
 
+    def has(self, slot: int, incarnation: int) -> bool:
+        """Whether this worker, in this life, is a member."""
+        return any((member.slot, member.incarnation) == (slot, incarnation) for member in self.members)
+
     def digest(self) -> str:
         """A short hash that all members compare before an epoch may serve."""
         text = repr((self.epoch, [member.identity for member in self.members], self.placement.digest()))

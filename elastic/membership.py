@@ -45,13 +45,10 @@ class MemberRecord:
     loaded_fraction: float = 0.0
     ready: WorkerReport | None = None
 
-    def _is_in(self, topology: Topology) -> bool:
-        return any((m.slot, m.incarnation) == (self.slot, self.incarnation) for m in topology.members)
-
     def view(self, topology: Topology | None, placement: ExpertPlacement) -> MemberView:
         """Rank and experts come from the topology alone; before there is one, experts from the planned placement."""
         ready = self.ready
-        is_member = topology is not None and self._is_in(topology)
+        is_member = topology is not None and topology.has(self.slot, self.incarnation)
         has_seats = is_member or (topology is None and self.slot in placement.slots)
         return MemberView(
             slot=self.slot,
@@ -141,9 +138,7 @@ class Membership:
 
     def is_in_group(self, slot: int, incarnation: int) -> bool:
         """Whether this worker, in this life, is a member of the serving epoch."""
-        return self.topology is not None and any(
-            (member.slot, member.incarnation) == (slot, incarnation) for member in self.topology.members
-        )
+        return self.topology is not None and self.topology.has(slot, incarnation)
 
     @property
     def survivors(self) -> tuple[int, ...]:

@@ -126,7 +126,8 @@ class RayMember(Member):
             raise WorkerDied(one_line(error)) from error
         self._connect(control)
         if node == ray.get_runtime_context().get_node_id():
-            self._local_process = psutil.Process(pid)
+            with contextlib.suppress(psutil.NoSuchProcess):  # its death is heard of elsewhere
+                self._local_process = psutil.Process(pid)
 
     async def load(self, placement: ExpertPlacement | None, source: Member | None = None) -> WorkerReport:
         peer = source.control if isinstance(source, RayMember) else None
