@@ -12,6 +12,7 @@ metrics it also says how much lies between the workers' own TTFT and the clients
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import resource
@@ -23,7 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import psutil
 
@@ -143,14 +144,25 @@ def tokens_of(event: dict[str, Any], endpoint: str) -> int | None:
     return None if usage is None else int(usage["completion_tokens"])
 
 
-async def exchange(plan: Plan, body: bytes, outcome: Outcome) -> None:
-    """Send one request and follow its stream to the end."""
-    url = urlsplit(plan.url)
+@contextlib.asynccontextmanager
+async def connected(url: SplitResult) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to the server of this URL; its socket is closed when this is left, however that happens."""
     secure = ssl.create_default_context() if url.scheme == "https" else None
     port = url.port or (443 if secure else 80)
     async with asyncio.timeout(CONNECT_S):
         reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure)
     try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def exchange(plan: Plan, body: bytes, outcome: Outcome) -> None:
+    """Send one request and follow its stream to the end."""
+    url = urlsplit(plan.url)
+    async with connected(url) as (reader, writer):
         path = "/generate" if plan.endpoint == "generate" else "/v1/completions"
         key = f"authorization: Bearer {plan.api_key}\r\n" if plan.api_key else ""
         head = (
@@ -178,8 +190,6 @@ async def exchange(plan: Plan, body: bytes, outcome: Outcome) -> None:
                 outcome.event_times.append(now)
         if not is_complete:
             raise BadAnswer("the stream ended without [DONE]")
-    finally:
-        writer.close()
 
 
 async def one_request(plan: Plan, body: bytes) -> Outcome:

@@ -3,16 +3,19 @@ come in crowds. Every answer is judged against what the same request said before
 """
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.streams import STREAM_S, Stream, now, reference, requests, stream_one
+from benchmarks.serve import connected
+from benchmarks.streams import STREAM_S, Stream, now, post_head, reference, requests, stream_one
 
 CROWD = 160
 HEALTH_PERIOD_S = 0.2
@@ -182,12 +185,12 @@ class Clients:
         """The client is gone before the answer is complete, in the queue, while it runs or while it is written."""
         began, stream = now(), self._rng.random() < 0.5
         stays_s = self._rng.choice((0.0, 0.05, 0.3, 1.0))
+        url, body = urlsplit(self._url), json.dumps({**self._leaver, "stream": stream}).encode()
         try:
-            async with asyncio.timeout(stays_s):
-                await self._http.post("/generate", json={**self._leaver, "stream": stream})
-        except TimeoutError:
-            pass
-        except httpx.HTTPError as error:
+            async with connected(url) as (_, writer):
+                writer.write(post_head(url, len(body)) + body)
+                await asyncio.sleep(stays_s)
+        except (OSError, TimeoutError) as error:
             self._judge("leaver", began, 0, repr(error), False)
             return
         self.answers.append(Answer("leaver, streaming" if stream else "leaver", began, now(), "left"))

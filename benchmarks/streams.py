@@ -8,11 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from benchmarks.serve import read_body, read_events, read_head
+from benchmarks.serve import connected, read_body, read_events, read_head
 
-CONNECT_S = 10.0
 STREAM_S = 120.0
 
 
@@ -46,6 +45,14 @@ def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
     return made
 
 
+def post_head(url: SplitResult, num_bytes: int) -> bytes:
+    """The head of a request to /generate on a connection of its own."""
+    return (
+        f"POST /generate HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-type: application/json\r\n"
+        f"content-length: {num_bytes}\r\nconnection: close\r\n\r\n"
+    ).encode()
+
+
 async def stream_one(url: str, number: int, fields: dict[str, Any]) -> Stream:
     """Send a request to /generate and follow it; failures are part of the result."""
     stream = Stream(number)
@@ -53,13 +60,8 @@ async def stream_one(url: str, number: int, fields: dict[str, Any]) -> Stream:
     body = json.dumps(fields).encode()
     try:
         async with asyncio.timeout(STREAM_S):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-            try:
-                head = (
-                    f"POST /generate HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
-                    f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-                )
-                writer.write(head.encode() + body)
+            async with connected(parts) as (reader, writer):
+                writer.write(post_head(parts, len(body)) + body)
                 status, headers = await read_head(reader)
                 if status != 200:
                     stream.error = f"HTTP {status}: {b''.join([part async for part in read_body(reader, headers)])!r}"
@@ -77,8 +79,6 @@ async def stream_one(url: str, number: int, fields: dict[str, Any]) -> Stream:
                     stream.times.append(now)
                 if not done:
                     stream.error = "the stream ended without [DONE]"
-            finally:
-                writer.close()
     except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
         stream.error = f"{type(error).__name__}: {error}"
     return stream

@@ -8,6 +8,7 @@ a worker may already serve the next epoch, so the controller only asks, and asks
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from moeray.elastic.view import OperationView
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# How long the death of a peer may take to be heard of after a member's exchange failed.
+EVIDENCE_WAIT_S = 0.3
 
 
 class PhaseFailed(MoerayError):
@@ -67,6 +71,7 @@ class Reconfiguration:
         self._silent: set[int] = set()
         self._work: asyncio.Task[None] | None = None
         self.interruption: str | None = None
+        self._interrupted = asyncio.Event()
         self._is_committed = False
         self._lost_at_switch = asyncio.Event()
         self._is_late = False
@@ -99,6 +104,7 @@ class Reconfiguration:
                 self._lost_at_switch.set()
             return False
         self.interruption = self.interruption or f"worker {slot}: {reason}"
+        self._interrupted.set()
         if self._work is not None:
             self._work.cancel()
         return True
@@ -133,11 +139,16 @@ class Reconfiguration:
             await asyncio.wait({self._work})
         finally:
             self._work.cancel()
+        error = None if self._work.cancelled() else self._work.exception()
+        if error is not None and isinstance(error.__cause__, GroupError):
+            # The peer that caused it, if it died, is the reason to give.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EVIDENCE_WAIT_S):
+                    await self._interrupted.wait()
         if self.interruption is not None:
             return self.interruption
         if self._work.cancelled():
             return "it was cancelled"
-        error = self._work.exception()
         if error is not None and not isinstance(error, MoerayError):
             logger.error("operation %s failed", self.view.operation_id, exc_info=error)
             return f"{type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ from moeray.elastic.board import Board
 from moeray.elastic.controller_config import ControllerConfig
 from moeray.elastic.faults import FaultLog
 from moeray.elastic.fleet import Fleet
+from moeray.elastic.operations import EVIDENCE_WAIT_S
 from moeray.elastic.phases import entered
 from moeray.elastic.planner import fewest_workers
 from moeray.elastic.repair import Repair
@@ -26,8 +27,6 @@ from moeray.elastic.view import OperationView, ScaleRequest
 
 logger = logging.getLogger(__name__)
 
-# How long the death of a peer may take to be heard of after a member's exchange failed.
-EVIDENCE_WAIT_S = 0.3
 FENCE_TIMEOUT_S = 2.5
 RETRY_S = 0.1
 PATIENT_ATTEMPTS = 3

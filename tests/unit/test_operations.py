@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from moeray.comm.errors import GroupTimeout, OperationRefused, StartupError
+from moeray.comm.errors import GroupError, GroupTimeout, OperationRefused, StartupError
 from moeray.elastic.view import PHASES, OperationView, ScaleRequest
 from tests.support.deployment import Deployment, run
-from tests.support.fake_cluster import Fault, die, error, hang
+from tests.support.fake_cluster import FakeProcess, Fault, die, error, hang
 
 GOOD_END = ["planned", "provisioning", "connecting", "transferring", "ready", "switched", "retired"]
 
@@ -84,6 +84,32 @@ def test_any_number_of_experts_on_any_number_of_workers(num_experts: int, steps:
                 assert sorted(e for seats in layer for e in seats if e >= 0) == list(range(num_experts))
 
     run(body, num_experts=num_experts, max_workers=7)
+
+
+def test_a_death_that_is_heard_of_after_its_peers_error_is_the_reason() -> None:
+    async def body(deployment: Deployment) -> None:
+        victim = deployment.cluster.processes[0]
+
+        async def miss_the_victim(_: FakeProcess) -> None:
+            asyncio.get_running_loop().call_later(0.1, victim.died.set)
+            raise GroupError("the group could not be built: connection closed")
+
+        deployment.cluster.fail(0, "connect", hang)
+        deployment.cluster.fail(1, "connect", miss_the_victim)
+        view = await deployment.scale(4)
+        assert view.outcome == "rolled_back"
+        assert view.reason == "worker 0: its process died"
+
+    run(body, num_workers=3)
+
+
+def test_an_error_without_a_death_is_the_reason() -> None:
+    async def body(deployment: Deployment) -> None:
+        deployment.cluster.fail(1, "connect", error(GroupError("the group could not be built")))
+        view = await deployment.scale(4)
+        assert (view.outcome, view.reason) == ("rolled_back", "worker 1: the group could not be built")
+
+    run(body, num_workers=3)
 
 
 def test_the_same_size_is_done_at_once() -> None:
