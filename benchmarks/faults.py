@@ -2,6 +2,7 @@
 
     python -m benchmarks.faults kills      kill -9 of each slot of 2, 3 and 4 workers, 20 times, under 16 streams
     python -m benchmarks.faults stops      SIGSTOP of each slot of 3 workers under 16 streams
+    python -m benchmarks.faults at-once    kill -9 of all workers but one of 3 and 4, and of both of 2
     python -m benchmarks.faults alarms     5 minutes of load beside 8 busy processes: nobody may be suspected
     python -m benchmarks.faults prefill --model DIR     a prompt of 4,000 tokens on the reference model, the same
 
@@ -21,13 +22,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.deployment import Deployment
+from benchmarks.fault_watch import serving, three, until
+from benchmarks.faults_at_once import at_once
 from benchmarks.results import Section
-from benchmarks.streams import Load, Stream, longest_gap_s, now, percentile, reference, requests, stream_one, wrong
+from benchmarks.streams import Load, Stream, longest_gap_s, now, reference, requests, stream_one, wrong
 
-SOON_S = 60.0
 STALL_TIMEOUT_S = 1.5
 # A pause that begins later than this after a fault is not the fault's.
 AFTERMATH_S = 0.1
@@ -47,21 +48,6 @@ class Event:
     replaced_at: float = 0.0
     first_token_s: float = 0.0
     moved_bytes: int = 0
-
-
-def serving(server: Deployment) -> dict[int, dict[str, Any]]:
-    """The members by slot."""
-    members = server.get("/topology")["members"]
-    return {member["slot"]: member for member in members if member["state"] == "serving"}
-
-
-async def until(condition: Any, what: str) -> None:
-    """Ask again and again, beside the streams. Raises `RuntimeError` if it takes too long."""
-    end = time.monotonic() + SOON_S
-    while not await asyncio.to_thread(condition):
-        if time.monotonic() > end:
-            raise RuntimeError(f"not within {SOON_S:g} s: {what}")
-        await asyncio.sleep(0.02)
 
 
 async def strike(server: Deployment, slot: int, number: signal.Signals, size: int) -> Event:
@@ -180,12 +166,6 @@ async def kills(arguments: argparse.Namespace, directory: Path, section: Section
         )
 
 
-def three(seconds: Sequence[float]) -> str:
-    """Median, 95th percentile (nearest rank) and maximum, in milliseconds."""
-    values = (statistics.median(seconds), percentile(seconds, 0.95), max(seconds))
-    return " / ".join(f"{value * 1e3:.0f}" for value in values)
-
-
 async def stops(arguments: argparse.Namespace, directory: Path, section: Section) -> None:
     """Bars: fenced <= the stall time-out + 0.4 s, serving <= + 0.9 s."""
     events, streams, (failed, changed), _ = await strikes(arguments, directory, 3, arguments.count, signal.SIGSTOP)
@@ -244,7 +224,7 @@ async def prefill(arguments: argparse.Namespace, directory: Path, section: Secti
     )
 
 
-WORK = {"kills": kills, "stops": stops, "alarms": alarms, "prefill": prefill}
+WORK = {"kills": kills, "stops": stops, "at-once": at_once, "alarms": alarms, "prefill": prefill}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
