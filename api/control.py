@@ -4,7 +4,7 @@ knows no Ray.
 
 from typing import Protocol
 
-from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, ScaleRequest
+from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, RebalanceRequest, ScaleRequest
 
 
 class ControlClient(Protocol):
@@ -25,6 +25,9 @@ class ControlClient(Protocol):
         Raises `ValueError` with the limits for what cannot be done, and `OperationRefused` with the id of the
         operation that runs.
         """
+
+    async def rebalance(self, request: RebalanceRequest) -> OperationView:
+        """As `scale`; raises `MoerayError` too if a worker does not tell its load."""
 
     async def operations(self) -> tuple[OperationView, ...]:
         """All that are remembered, the oldest first."""

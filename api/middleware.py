@@ -14,7 +14,7 @@ from moeray.api.errors import ApiError, too_large, unauthorized
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _GENERATION_PATHS = ("/v1/", "/generate", "/tokenize", "/detokenize")
-_CONTROL_PATHS = ("/topology", "/scale", "/operations", "/faults", "/is_scaling_elastic_ep")
+_CONTROL_PATHS = ("/topology", "/scale", "/rebalance", "/operations", "/faults", "/is_scaling_elastic_ep")
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -1,9 +1,10 @@
-"""Changing the size over HTTP: start an operation, follow it, or wait for it as vLLM's and SGLang's users do."""
+"""Changing size or placement over HTTP: start an operation, follow it, or wait as vLLM's and SGLang's users do."""
 
 import asyncio
 import re
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,16 +27,17 @@ from moeray.api.errors import (
 from moeray.api.formats import encode_json
 from moeray.api.front_end import FrontEnd
 from moeray.api.parsing import parse
-from moeray.api.scale_schemas import ScaleElasticEPFields, ScaleFields
+from moeray.api.scale_schemas import RebalanceFields, ScaleElasticEPFields, ScaleFields
 from moeray.api.settings import ServerSettings
 from moeray.comm.errors import CapacityError, MoerayError, OperationRefused
-from moeray.elastic.view import OperationView, ScaleRequest
+from moeray.elastic.view import OperationView, RebalanceRequest, ScaleRequest
 
 RETRY_S = 1.0
 # An operation's deadline counts until the switch; then leavers end, and the controller tells.
 AFTER_SWITCH_S = 120.0
 
 FieldsT = TypeVar("FieldsT", bound=BaseModel)
+RequestT = TypeVar("RequestT", ScaleRequest, RebalanceRequest)
 
 
 def _location(operation_id: str) -> str:
@@ -44,6 +46,10 @@ def _location(operation_id: str) -> str:
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(encode_json(body), status, headers=headers, media_type="application/json")
+
+
+def _started(view: OperationView) -> Response:
+    return _json(view, 202 if view.outcome is None else 200, {"location": _location(view.operation_id)})
 
 
 class Operations:
@@ -57,6 +63,7 @@ class Operations:
     def routes(self) -> APIRouter:
         router = APIRouter()
         router.add_api_route("/scale", self.scale, methods=["POST"])
+        router.add_api_route("/rebalance", self.rebalance, methods=["POST"])
         router.add_api_route("/operations", self.operations, methods=["GET"])
         router.add_api_route("/operations/{operation_id:path}", self.operation, methods=["GET"])
         router.add_api_route("/scale_elastic_ep", self.scale_elastic_ep, methods=["POST"])
@@ -72,9 +79,14 @@ class Operations:
             operation_id=fields.operation_id,
             deadline_s=fields.deadline_s,
         )
-        view = await self._start(request, "retire" if fields.workers is None else "workers")
-        headers = {"location": _location(view.operation_id)}
-        return _json(view, 202 if view.outcome is None else 200, headers)
+        field = "retire" if fields.workers is None else "workers"
+        return _started(await self._start(self._control.scale, request, field))
+
+    async def rebalance(self, http: Request) -> Response:
+        """Start an operation that exchanges experts between the workers; answers as `scale` does."""
+        fields = await self._parse(RebalanceFields, http)
+        request = RebalanceRequest(operation_id=fields.operation_id, deadline_s=fields.deadline_s)
+        return _started(await self._start(self._control.rebalance, request))
 
     async def operations(self) -> Response:
         """All that are remembered, the oldest first."""
@@ -96,7 +108,8 @@ class Operations:
     async def scale_elastic_ep(self, http: Request) -> Response:
         """Scale and wait for the end. 400, 408 and 500 mean what they do in vLLM; the old size serves on then."""
         fields = await self._parse(ScaleElasticEPFields, http)
-        view = await self._end_of(await self._start(ScaleRequest(workers=fields.size), fields.size_field))
+        request = ScaleRequest(workers=fields.size)
+        view = await self._end_of(await self._start(self._control.scale, request, fields.size_field))
         self._front_end.on_operation(view)
         if view.outcome != "done":
             raise _rolled_back(view)
@@ -127,18 +140,23 @@ class Operations:
 
     # The controller's side
 
-    async def _start(self, request: ScaleRequest, field: str) -> OperationView:
+    async def _start(
+        self, begin: Callable[[RequestT], Awaitable[OperationView]], request: RequestT, field: str | None = None
+    ) -> OperationView:
+        """What has begun. `field` is the one under which the size was given, or the slots that leave."""
         # With an id known here, a caller can find an operation whose beginning was not answered in time.
         operation_id = request.operation_id or uuid.uuid4().hex
         try:
-            view = await self._control.scale(msgspec.structs.replace(request, operation_id=operation_id))
+            view = await begin(msgspec.structs.replace(request, operation_id=operation_id))
         except OperationRefused as error:
             known = self._front_end.view
             if not error.operation_id and (known is None or known.state != "serving"):
                 raise unavailable(str(error), code="not_serving") from error
             raise conflict(str(error), location=_location(error.operation_id)) from error
         except (ValueError, CapacityError) as error:
-            text = re.sub(r"\bworkers is\b", f"{field} is", str(error), count=1) if field != "retire" else str(error)
+            text = str(error)
+            if field not in (None, "retire"):
+                text = re.sub(r"\bworkers is\b", f"{field} is", text, count=1)
             raise invalid(text, param=field) from error
         except MoerayError as error:
             raise no_controller(error, f"; if it has begun, {_location(operation_id)} shows it") from error

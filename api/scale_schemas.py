@@ -1,4 +1,4 @@
-"""Requests that change the size, in moeray's own words and in those of vLLM's and SGLang's users. Strict, like all."""
+"""Requests that change size or placement, in moeray's own words and those of other systems' users. Strict, like all."""
 
 from typing import Annotated, Self
 
@@ -42,6 +42,15 @@ class ScaleFields(BaseModel):
     def _workers_or_retire(self) -> Self:
         _check_only_one(("workers", "retire"), (self.workers, self.retire))
         return self
+
+
+class RebalanceFields(BaseModel):
+    """POST /rebalance: by which load is the controller's to know."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    operation_id: OperationId | None = None
+    deadline_s: Seconds | None = None
 
 
 class ScaleElasticEPFields(BaseModel):

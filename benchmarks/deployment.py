@@ -74,8 +74,15 @@ class Deployment:
             return json.loads(answer.read())
 
     def scale(self, *, deadline_s: float = 60.0, **fields: Any) -> dict[str, Any]:
-        """Start an operation and wait for its end; returns it. Raises `RuntimeError` if it is not done in time."""
-        operation: dict[str, Any] = self.post("/scale", fields)
+        """Change the size and wait for the end; returns the operation. `RuntimeError` if it is not done in time."""
+        return self._operate("/scale", fields, deadline_s)
+
+    def rebalance(self, *, deadline_s: float = 60.0) -> dict[str, Any]:
+        """As `scale`, for an exchange of experts."""
+        return self._operate("/rebalance", {}, deadline_s)
+
+    def _operate(self, path: str, fields: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        operation: dict[str, Any] = self.post(path, fields)
         deadline = time.monotonic() + deadline_s
         while operation["outcome"] is None and time.monotonic() < deadline:
             time.sleep(0.02)

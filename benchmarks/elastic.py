@@ -1,6 +1,7 @@
-"""What changing the size costs: pauses of clients, seconds of operations, leaks after many cycles.
+"""What changing size or placement costs: pauses of clients, seconds of operations, leaks after many cycles.
 
     python -m benchmarks.elastic operations     20 operations between 1 and 4 workers under 16 streams
+    python -m benchmarks.elastic rebalance      24 exchanges of experts between 3 workers under 16 streams
     python -m benchmarks.elastic start          how fast a worker joins, from a warm spare and cold
     python -m benchmarks.elastic rollbacks      operations that fail in every phase
     python -m benchmarks.elastic cycles         50 cycles of up and down; memory, threads, descriptors, processes
@@ -23,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import elastic_cost, elastic_rollbacks
+from benchmarks import elastic_cost, elastic_rebalance, elastic_rollbacks
 from benchmarks.deployment import Deployment, own_processes
 from benchmarks.results import Section
 from benchmarks.streams import Load, Stream, gap_summary, longest_gap_s, now, reference, requests, wrong
@@ -159,13 +160,20 @@ async def cycles(arguments: argparse.Namespace, directory: Path, section: Sectio
         )
 
 
-WORK = {"operations": operations, "start": start, "rollbacks": elastic_rollbacks.rollbacks, "cycles": cycles}
+WORK = {
+    "operations": operations,
+    "rebalance": elastic_rebalance.rebalance,
+    "start": start,
+    "rollbacks": elastic_rollbacks.rollbacks,
+    "cycles": cycles,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*WORK, "cost"])
     parser.add_argument("--operations", type=int, default=20)
+    parser.add_argument("--rebalances", type=int, default=24)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--spares", type=int, default=1)

@@ -10,6 +10,9 @@ import msgspec
 
 from moeray.comm.topology import Topology
 
+# Tokens of each logical expert, by MoE layer.
+ExpertCounts = tuple[tuple[int, ...], ...]
+
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
     """Worker to worker: `slot` has left the park and waits in the header exchange of this step."""

@@ -4,8 +4,9 @@ Heavy imports happen inside the commands, so that `moeray --help` answers at onc
 """
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,6 +28,8 @@ app.add_typer(cluster_app, name="cluster")
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(envvar="MOERAY_URL", help="A running server.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="MOERAY_API_KEY", help="Key that guards generation.")]
+DeadlineS = Annotated[float | None, typer.Option(help="Roll back if it has not switched by then.")]
+Follow = Annotated[bool, typer.Option(help="Show the phases, and wait for the end.")]
 AdminKey = Annotated[str | None, typer.Option(envvar="MOERAY_ADMIN_KEY", help="Key that guards control.")]
 
 
@@ -184,19 +187,48 @@ def scale(
     context: typer.Context,
     workers: Annotated[int | None, typer.Argument(metavar="[N]", help="How many workers shall serve.")] = None,
     retire: Annotated[list[int] | None, typer.Option(help="A slot that leaves; may be repeated.")] = None,
-    deadline_s: Annotated[float | None, typer.Option(help="Roll back if it has not switched by then.")] = None,
-    follow: Annotated[bool, typer.Option(help="Show the phases, and wait for the end.")] = True,
+    deadline_s: DeadlineS = None,
+    follow: Follow = True,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
     """Let a running server have more workers, or fewer, while it serves."""
     from moeray.deploy import scale_command
 
-    console = Console()
-    try:
-        operation = scale_command.start(
+    def start() -> Mapping[str, Any]:
+        return scale_command.start(
             url, workers=workers, retire=retire or (), deadline_s=deadline_s, admin_key=admin_key
         )
+
+    _operate(context, start, follow=follow, url=url, admin_key=admin_key)
+
+
+@app.command()
+def rebalance(
+    context: typer.Context,
+    deadline_s: DeadlineS = None,
+    follow: Follow = True,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Let the workers of a running server exchange experts, so that they have equally much to do."""
+    from moeray.deploy import scale_command
+
+    def start() -> Mapping[str, Any]:
+        return scale_command.start_rebalance(url, deadline_s=deadline_s, admin_key=admin_key)
+
+    _operate(context, start, follow=follow, url=url, admin_key=admin_key)
+
+
+def _operate(
+    context: typer.Context, start: Callable[[], Mapping[str, Any]], *, follow: bool, url: str, admin_key: str | None
+) -> None:
+    """Start an operation and show how it goes to its end, or only where it can be followed."""
+    from moeray.deploy import scale_command
+
+    console = Console()
+    try:
+        operation = start()
         if not follow:
             operation_id = operation["operation_id"]
             console.print(f"operation {operation_id}: {url}/operations/{operation_id}", soft_wrap=True)

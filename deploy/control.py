@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from moeray.api.control import ControlClient
 from moeray.comm.errors import ControlTimeout, MoerayError, OperationRefused, WorkerDied
 from moeray.elastic.ray_workers import one_line
-from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, ScaleRequest
+from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, RebalanceRequest, ScaleRequest
 
 T = TypeVar("T")
 
@@ -55,6 +55,13 @@ class RayControl(ControlClient):
         # With an id of its own a call that Ray repeats, after a restart of the controller, starts nothing twice.
         named = msgspec.structs.replace(request, operation_id=request.operation_id or uuid.uuid4().hex)
         view: OperationView = await self._call("scale", self._controller.scale.remote(named), CALL_TIMEOUT_S)
+        return view
+
+    async def rebalance(self, request: RebalanceRequest) -> OperationView:
+        named = msgspec.structs.replace(request, operation_id=request.operation_id or uuid.uuid4().hex)
+        # The controller waits for its workers' answers first.
+        call = self._controller.rebalance.remote(named)
+        view: OperationView = await self._call("rebalance", call, 2 * CALL_TIMEOUT_S)
         return view
 
     async def operations(self) -> tuple[OperationView, ...]:

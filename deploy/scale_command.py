@@ -1,4 +1,4 @@
-"""What `moeray scale` does: ask a running server for another size, and show how it gets there."""
+"""What `moeray scale` and `moeray rebalance` do: ask a running server for a change, and show how it gets there."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +50,13 @@ def start(
             body["workers"] = None
         given = {name: value for name, value in body.items() if value is not None}
         return server.post("/scale", given, *OPERATION_FIELDS)
+
+
+def start_rebalance(url: str, *, deadline_s: float | None, admin_key: str | None) -> Operation:
+    """As `start`, for an exchange of experts between the workers."""
+    with connect(url, bearer("admin_key", admin_key)) as server:
+        given = {} if deadline_s is None else {"deadline_s": deadline_s}
+        return server.post("/rebalance", given, *OPERATION_FIELDS)
 
 
 def follow(url: str, operation: Operation, show: Callable[[Operation], None], *, admin_key: str | None) -> Operation:
@@ -107,7 +114,9 @@ class ScaleProgress:
 
 def summary(operation: Operation) -> Group:
     """Phases with their seconds, and what was moved."""
-    num_before = len(operation["targets"]) - len(operation["joiners"]) + len(operation["leavers"])
+    num_after = len(operation["targets"])
+    num_before = num_after - len(operation["joiners"]) + len(operation["leavers"])
+    change = f"rebalance of {num_after}" if operation["kind"] == "rebalance" else f"{num_before} → {num_after}"
     reached = {phase["name"]: phase["seconds"] for phase in operation["phases"]}
     table = Table("phase", Column("seconds", justify="right"))
     for name in PHASES:
@@ -115,7 +124,7 @@ def summary(operation: Operation) -> Group:
             table.add_row(name, "" if reached[name] is None else f"{reached[name]:.3f}")
     total = sum(seconds for seconds in reached.values() if seconds is not None)
     table.add_row("together", f"{total:.3f}", style="bold")
-    heading = f"{num_before} → {len(operation['targets'])} workers: {operation['outcome']}"
+    heading = f"{change} workers: {operation['outcome']}"
     if operation["outcome"] == "done":
         epochs = f"epoch {operation['from_epoch']} → {operation['to_epoch']}"
     else:

@@ -19,7 +19,7 @@ from moeray.elastic.manager import Manager
 from moeray.elastic.member import WorkerFactory
 from moeray.elastic.ray_workers import RayWorkers, one_line
 from moeray.elastic.state import StateStore
-from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, ScaleRequest
+from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, RebalanceRequest, ScaleRequest
 
 T = TypeVar("T")
 
@@ -85,6 +85,9 @@ class Controller:
 
     async def scale(self, request: ScaleRequest) -> OperationView:
         return await self._manager.scale(request)
+
+    async def rebalance(self, request: RebalanceRequest) -> OperationView:
+        return await self._manager.rebalance(request)
 
     async def operations(self) -> tuple[OperationView, ...]:
         return await self._manager.operations()

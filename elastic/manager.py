@@ -26,7 +26,7 @@ from moeray.elastic.spares import Spares
 from moeray.elastic.stalls import Stalls
 from moeray.elastic.startup import bring_up
 from moeray.elastic.state import Journal, SavedMember, SavedState, StateStore
-from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, ScaleRequest
+from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationView, RebalanceRequest, ScaleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +140,13 @@ class Manager:
 
     async def scale(self, request: ScaleRequest) -> OperationView:
         """See `Scaler.scale`."""
-        await self._awake()
-        await self._adopted.wait()  # it ends within the deadlines of `adopt_members`
+        await self._adoption()
         return await self._scaler.scale(request)
+
+    async def rebalance(self, request: RebalanceRequest) -> OperationView:
+        """See `Scaler.rebalance`."""
+        await self._adoption()
+        return await self._scaler.rebalance(request)
 
     async def operations(self) -> tuple[OperationView, ...]:
         """All that are remembered, the oldest first."""
@@ -187,6 +191,11 @@ class Manager:
         if self._waking is None or (self._waking.done() and self._waking.exception() is not None):
             self._waking = self._spawn(self._wake())
         await asyncio.shield(self._waking)
+
+    async def _adoption(self) -> None:
+        """Until it is known who is there; it ends within the deadlines of `adopt_members`."""
+        await self._awake()
+        await self._adopted.wait()
 
     async def _wake(self) -> None:
         saved = await self._journal.load()

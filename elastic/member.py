@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from moeray.comm.calls import Address
-from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
+from moeray.comm.messages import ExpertCounts, MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -123,6 +123,9 @@ class Member(Protocol):
 
     async def tick(self) -> Tick:
         """How far it is; answers at any time."""
+
+    async def expert_load(self) -> ExpertCounts:
+        """Tokens that its own steps sent to each logical expert of late, by layer; answers at any time."""
 
     async def nudge(self) -> None:
         """Leave the park, if it is parked: others wait for it, and their wake got lost."""

@@ -17,8 +17,8 @@ class OperationDeadlines:
     `provision_s` covers processes and weights of joiners, `connect_s` the group, `transfer_s` experts and the KV of
     leavers, `switch_s` the way from the first commit to the last worker's switch, `retire_s` the end of leavers,
     `halt_s` the end of the step that runs when the group is given up, `rollback_s` each step of a rollback, `status_s`
-    a worker's answer to a restarted controller. `overall_s` counts until the first commit, unless the caller says
-    otherwise; nothing is rolled back later.
+    a worker's answer to a question: where it stands, or its load. `overall_s` counts until the first commit, unless the
+    caller says otherwise; nothing is rolled back later.
     """
 
     provision_s: float = 600.0

@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from moeray.comm.calls import Address, Caller
 from moeray.comm.errors import MoerayError, StartupError, WorkerDied
-from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
+from moeray.comm.messages import ExpertCounts, MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -168,6 +168,9 @@ class RayMember(Member):
 
     async def tick(self) -> Tick:
         return await self._call("tick", returns=Tick)
+
+    async def expert_load(self) -> ExpertCounts:
+        return await self._call("expert_load", returns=ExpertCounts)
 
     async def nudge(self) -> None:
         await self._call("nudge", returns=NoneType)

@@ -162,9 +162,8 @@ class Repairs:
             while self._is_broken:  # again, if another member was lost while all was put away
                 await self._until_served()
                 await self._settle()
-        topology = self._board.current.topology
-        if self._config.replace and topology is not None and topology.size < self.wanted_size:
-            self._replacing = asyncio.get_running_loop().create_task(self._replace(self.wanted_size, topology.epoch))
+        if self._config.replace and self._is_too_small():
+            self._replacing = asyncio.get_running_loop().create_task(self._replace(self.wanted_size))
 
     async def _until_served(self) -> None:
         pause_s, num_failed = RETRY_S, 0
@@ -271,10 +270,14 @@ class Repairs:
             logger.warning("the controller's state could not be saved: %s", error)
         self._spares.refill()
 
-    async def _replace(self, wanted: int, epoch: int) -> None:
-        """Scale back to the size before the fault, unless somebody has changed the size since."""
+    def _is_too_small(self) -> bool:
+        topology = self._board.current.topology
+        return topology is not None and topology.size < self.wanted_size
+
+    async def _replace(self, wanted: int) -> None:
+        """Scale back to the size before the fault, unless somebody wants another since."""
         pause_s = self._config.spare_retry_s
-        while (topology := self._board.current.topology) is not None and topology.epoch == epoch:
+        while self.wanted_size == wanted and self._is_too_small():
             try:
                 view = await self._scaler.scale(ScaleRequest(workers=wanted), kind="replace")
                 if view.outcome is None:

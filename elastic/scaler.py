@@ -1,10 +1,12 @@
-"""Takes wishes for another size, one at a time, and tells what became of them."""
+"""Takes wishes for another size or a better balance, one at a time, and tells what became of them."""
 
 import asyncio
 import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
 
 from moeray.comm.errors import MoerayError, OperationRefused
 from moeray.elastic.board import Board
@@ -13,13 +15,13 @@ from moeray.elastic.fleet import Fleet
 from moeray.elastic.history import History
 from moeray.elastic.member import WorkerSource
 from moeray.elastic.operations import Reconfiguration, Tools
-from moeray.elastic.phases import ended, entered
-from moeray.elastic.planner import num_moved, plan_placement
+from moeray.elastic.phases import ended
+from moeray.elastic.proposals import Proposal, Proposals
 from moeray.elastic.repair import Repair
-from moeray.elastic.scaling import ScalePlan, check_types, plan_scale
+from moeray.elastic.scaling import check_operation, check_types
 from moeray.elastic.spares import Spares
 from moeray.elastic.state import InFlight, SavedState
-from moeray.elastic.view import OperationView, ScaleRequest
+from moeray.elastic.view import OperationView, RebalanceRequest, ScaleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class Scaler:
         self.history = History(config.history_limit)
         self.next_epoch = 0
         self._config = config
-        self._source = source
+        self._proposals = Proposals(config, source=source, fleet=fleet, spares=spares, board=board)
         self._fleet = fleet
         self._spares = spares
         self._board = board
@@ -92,27 +94,23 @@ class Scaler:
         Raises `ValueError` with the limits, and `OperationRefused` while another runs or the group does not serve.
         """
         check_types(request)
-        if self._num_pauses:
-            self.history.check_idle()
-            raise OperationRefused("the group is being repaired, it must serve before it can be scaled")
-        async with self._planning:
-            operation_id = request.operation_id or uuid.uuid4().hex
-            known = self.history.get(operation_id)
-            if known is not None:
-                return known
-            self.history.check_idle()
-            state = self._board.current.state
-            if state != "serving":
-                raise OperationRefused(f"the deployment is {state}, it must serve before it can be scaled")
-            operation = await self._plan(request, operation_id, kind)
-            if operation is None:
-                await self._save()
-            else:
-                await self._save_first(operation)
-                self._begin(operation, operation.run)
-            view = self.history.get(operation_id)
-            assert view is not None
-            return view
+        return await self._start(request.operation_id, lambda new_id: self._proposals.scale(request, new_id, kind))
+
+    async def rebalance(self, request: RebalanceRequest) -> OperationView:
+        """Let the members exchange experts, so that the load that they counted is spread better; else as `scale`.
+
+        Raises `MoerayError` that names a member which does not tell its load; nothing is begun then.
+        """
+        check_operation(request)
+        self._check_not_paused()
+        known = self._known(request.operation_id)
+        if known is not None:
+            return known
+        # Nothing is held while they are asked: the load is by logical expert, and holds for whatever serves then.
+        load_LE = await self._proposals.measured_load()
+        return await self._start(
+            request.operation_id, lambda new_id: self._proposals.rebalance(request, new_id, load_LE)
+        )
 
     async def wait(self, operation_id: str, timeout_s: float) -> OperationView:
         """See `History.wait`."""
@@ -162,6 +160,51 @@ class Scaler:
             publish=self._publish,
         )
 
+    def _check_not_paused(self) -> None:
+        if self._num_pauses:
+            self.history.check_idle()
+            raise OperationRefused("the group is being repaired, it must serve before it can be changed")
+
+    def _known(self, operation_id: str | None) -> OperationView | None:
+        """The operation of this id; None if it is a new one that may begin. Raises `OperationRefused` if it may not."""
+        known = self.history.get(operation_id) if operation_id is not None else None
+        if known is None:
+            self.history.check_idle()
+            state = self._board.current.state
+            if state != "serving":
+                raise OperationRefused(f"the deployment is {state}, it must serve before it can be changed")
+        return known
+
+    async def _start(self, operation_id: str | None, propose: Callable[[str], Awaitable[Proposal]]) -> OperationView:
+        """Begin what is proposed, if nothing else runs, and return it as it stands."""
+        self._check_not_paused()
+        async with self._planning:
+            known = self._known(operation_id)
+            if known is not None:
+                return known
+            proposal = await propose(operation_id or uuid.uuid4().hex)
+            if proposal.nothing is not None:
+                await self._publish(ended(proposal.view, "done", proposal.nothing))
+            else:
+                operation = self._accept(proposal)
+                await self._save_first(operation)
+                self._begin(operation, operation.run)
+            view = self.history.get(proposal.view.operation_id)
+            assert view is not None
+            return view
+
+    def _accept(self, proposal: Proposal) -> Reconfiguration:
+        """The operation is in the history, with an epoch and spares that no other gets."""
+        view = msgspec.structs.replace(proposal.view, to_epoch=self.take_epoch())
+        stayers = tuple(slot for slot in view.targets if slot not in view.joiners)
+        before = tuple(sorted((*stayers, *view.leavers)))
+        logger.info("operation %s: slots %s become %s", view.operation_id, before, view.targets)
+        for slot in proposal.spares:
+            self._spares.take(slot)
+        self.history.put(view)
+        in_flight = InFlight(view=view, topology=None, spares=proposal.spares)
+        return Reconfiguration(self.tools(), in_flight, proposal.placement)
+
     async def _save_first(self, operation: Reconfiguration) -> None:
         """Nothing is begun that a restarted controller would not know of. Raises `MoerayError`."""
         self._current = operation
@@ -195,64 +238,3 @@ class Scaler:
             self._current = None
         if operation.view.outcome == "failed":
             self._on_failed(f"operation {operation.view.operation_id}: {operation.view.reason}")
-
-    async def _plan(self, request: ScaleRequest, operation_id: str, kind: str) -> Reconfiguration | None:
-        """Puts the operation into the history; None if it is over at once. Raises `ValueError`."""
-        topology = self._board.current.topology
-        assert topology is not None
-        plan = plan_scale(request, topology.slots, self._config.limits)
-        num_cold = max(0, plan.num_joiners - len(self._spares.slots))
-        lack = await asyncio.to_thread(self._source.lacks_room_for, num_cold)
-        if lack is not None:
-            raise ValueError(f"{len(plan.stayers) + plan.num_joiners} workers do not fit: {lack}")
-        joiners, spares = self._choose_joiners(plan)
-        targets = tuple(sorted((*plan.stayers, *joiners)))
-        placement = plan_placement(topology.placement, targets)
-        view = OperationView(
-            operation_id=operation_id,
-            kind=kind,
-            requested=_requested(request),
-            phase="",
-            outcome=None,
-            reason=None,
-            from_epoch=topology.epoch,
-            to_epoch=topology.epoch if plan.changes_nothing else self.next_epoch,
-            phases=(),
-            deadline_s=request.deadline_s or self._config.operation_deadlines.overall_s,
-            targets=targets,
-            joiners=joiners,
-            leavers=plan.leavers,
-            moved_experts=num_moved(topology.placement, placement),
-        )
-        view = entered(view, "planned")
-        if plan.changes_nothing:
-            self.history.put(ended(view, "done", "nothing to do: that is its size"))
-            self._on_scaled(len(targets))
-            return None
-        logger.info("operation %s: slots %s become %s", operation_id, topology.slots, targets)
-        self.take_epoch()
-        for slot in spares:
-            self._spares.take(slot)
-        self.history.put(view)
-        return Reconfiguration(self.tools(), InFlight(view=view, topology=None, spares=spares), placement)
-
-    def _choose_joiners(self, plan: ScalePlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Slots that join, and which of them are spares: those first, then the lowest free ones."""
-        spares = self._spares.slots[: plan.num_joiners]
-        cold = self._spares.free_slots()[: plan.num_joiners - len(spares)]
-        joiners = tuple(sorted((*spares, *cold)))
-        if len(joiners) < plan.num_joiners:
-            raise ValueError(
-                f"{plan.num_joiners} workers would join, must be at most {len(joiners)}, the free slots of "
-                f"{self._config.max_workers} (max_workers): a slot is free once its worker has ended"
-            )
-        return joiners, tuple(sorted(spares))
-
-
-def _requested(request: ScaleRequest) -> dict[str, int | tuple[int, ...]]:
-    requested: dict[str, int | tuple[int, ...]] = {}
-    if request.workers is not None:
-        requested["workers"] = request.workers
-    if request.retire:
-        requested["retire"] = request.retire
-    return requested

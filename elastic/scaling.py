@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moeray.elastic.view import ScaleRequest
+from moeray.elastic.view import RebalanceRequest, ScaleRequest
 
 MAX_OPERATION_ID = 128
 
@@ -42,10 +42,15 @@ class ScalePlan:
 
 def check_types(request: ScaleRequest) -> None:
     """Raises `ValueError` for values that a caller without a schema could send."""
+    check_operation(request)
     if request.workers is not None and type(request.workers) is not int:
         raise ValueError(f"workers is {request.workers!r}, must be an integer")
     if any(type(slot) is not int for slot in request.retire):
         raise ValueError(f"retire is {list(request.retire)}, must be integers")
+
+
+def check_operation(request: ScaleRequest | RebalanceRequest) -> None:
+    """The same for what every operation has: its id and its deadline."""
     if request.operation_id is not None and not 1 <= len(request.operation_id) <= MAX_OPERATION_ID:
         raise ValueError(
             f"operation_id has {len(request.operation_id)} characters, must have from 1 to {MAX_OPERATION_ID}"

@@ -83,6 +83,16 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
 
 
+class RebalanceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A wish for experts to be exchanged between the members, by the load that these have counted.
+
+    `operation_id` and `deadline_s` are those of `ScaleRequest`.
+    """
+
+    operation_id: str | None = None
+    deadline_s: float | None = None
+
+
 class PhaseView(msgspec.Struct, frozen=True, kw_only=True):
     """A phase that an operation reached. `started_at` is in Unix seconds; `seconds` is None while it lasts."""
 
@@ -92,7 +102,7 @@ class PhaseView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperationView(msgspec.Struct, frozen=True, kw_only=True):
-    """One change of membership, running or over. `outcome` is None while it runs, then one of `OUTCOMES`.
+    """One change of membership or placement, running or over. `outcome` is None while it runs, then one of `OUTCOMES`.
 
     `phase` is the last one reached. `to_epoch` is `from_epoch` if there was nothing to do, else a number that no other
     operation has, also after a rollback. `targets` are the slots of the next epoch, `joiners` those that it adds,

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeray.comm.calls import Address, BlockingCaller
 from moeray.comm.errors import StartupError
-from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
+from moeray.comm.messages import ExpertCounts, MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
 from moeray.worker.config import Manifest, WorkerConfig, WorkerReady
 
 if TYPE_CHECKING:
+    from moeray.worker.engine import Engine
     from moeray.worker.worker import Worker
 
 
@@ -194,13 +195,21 @@ class WorkerControl:
             logger.warning("slot %d: its exchange hangs, %d connections broken", self.slot, num_broken)
         return await left
 
-    async def tick(self) -> Tick:
-        """See `Engine.tick`."""
+    def _serving_engine(self) -> "Engine":
         engine = self.worker.engine
         if engine is None:
             raise StartupError(f"slot {self.slot} does not serve yet")
+        return engine
+
+    async def tick(self) -> Tick:
+        """See `Engine.tick`."""
+        engine = self._serving_engine()
         self._heard_at = time.monotonic()
         return engine.tick()
+
+    async def expert_load(self) -> ExpertCounts:
+        """See `ExpertLoad.counts`."""
+        return self._serving_engine().parts.expert_load.counts()
 
     async def nudge(self) -> None:
         """See `Worker.nudge`."""

@@ -22,7 +22,7 @@ AT_ONCE = 16
 HEALTHY_S = 1.0
 ANSWER_S = 20.0
 GENERATION = ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-CONTROL = ("/scale", "/scale_elastic_ep", "/is_scaling_elastic_ep")
+CONTROL = ("/scale", "/scale_elastic_ep", "/rebalance", "/is_scaling_elastic_ep")
 GET_ONLY = ("/health", "/ready", "/version", "/topology", "/operations", "/faults", "/metrics", "/v1/models")
 METHODS = ("PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
 FIELDS = (
@@ -90,14 +90,14 @@ def wrong_number(rng: random.Random) -> Bad:
 
 def odd_object(rng: random.Random) -> Bad:
     """Any fields with any values, and one that nobody knows."""
-    path = rng.choice((*GENERATION, *CONTROL[:2]))
+    path = rng.choice((*GENERATION, *CONTROL[:3]))
     odd = {rng.choice(FIELDS): odd_value(rng) for _ in range(rng.randint(1, 6))}
     return Bad("odd object", "POST", path, json.dumps({**BASES.get(path, {}), **odd, "nobody_knows_this": 1}).encode())
 
 
 def broken_json(rng: random.Random) -> Bad:
     """A good body with some bytes changed until it is no JSON object."""
-    path = rng.choice((*GENERATION, *CONTROL[:2]))
+    path = rng.choice((*GENERATION, *CONTROL[:3]))
     body = bytearray(json.dumps({**BASES.get(path, {"workers": 1}), "stop": ["x", "é"]}).encode())
     while True:
         for _ in range(rng.randint(1, 4)):
@@ -116,7 +116,7 @@ def _is_object(body: bytes) -> bool:
 
 
 def not_utf8(rng: random.Random) -> Bad:
-    path = rng.choice((*GENERATION, *CONTROL[:2]))
+    path = rng.choice((*GENERATION, *CONTROL[:3]))
     bad = rng.choice((b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\xc0\xaf", b"\x80"))
     return Bad("invalid UTF-8", "POST", path, b'{"prompt": "' + bad + b'", "workers": 1}')
 
@@ -126,7 +126,7 @@ def deep(rng: random.Random) -> Bad:
     depth = rng.choice((200, 5_000, 100_000))
     inner = opening * depth + b"1" + rng.choice((b"", closing * depth))
     body = rng.choice((inner, b'{"prompt": ' + inner + b"}", b'{"chat_template_kwargs": ' + inner + b"}"))
-    return Bad("deep", "POST", rng.choice((*GENERATION, *CONTROL[:2])), body)
+    return Bad("deep", "POST", rng.choice((*GENERATION, *CONTROL[:3])), body)
 
 
 def unknown_model(rng: random.Random) -> Bad:
@@ -159,14 +159,14 @@ def too_much(rng: random.Random) -> Bad:
 
 
 def too_large(rng: random.Random) -> Bad:
-    return Bad("too large", "POST", rng.choice((*GENERATION, *CONTROL[:2])), b" " * ((8 << 20) + rng.randint(1, 99)))
+    return Bad("too large", "POST", rng.choice((*GENERATION, *CONTROL[:3])), b" " * ((8 << 20) + rng.randint(1, 99)))
 
 
 def wrong_type(rng: random.Random) -> Bad:
     kinds = ("text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", "é" * 9)
     kind = rng.choice(kinds)
     if rng.random() < 0.5:
-        return Bad("wrong type", "POST", rng.choice(CONTROL[:2]), b'{"workers": 2}', kind)
+        return Bad("wrong type", "POST", rng.choice(CONTROL[:3]), b'{"workers": 2}', kind)
     body = b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\na\r\n--x--\r\n'
     return Bad("wrong type", "POST", rng.choice(GENERATION), body, kind)
 
@@ -180,7 +180,7 @@ def nowhere(rng: random.Random) -> Bad:
 def wrong_method(rng: random.Random) -> Bad:
     if rng.random() < 0.5:
         return Bad("wrong method", rng.choice((*METHODS, "POST")), rng.choice(GET_ONLY))
-    return Bad("wrong method", rng.choice((*METHODS, "GET")), rng.choice((*GENERATION, *CONTROL[:2])))
+    return Bad("wrong method", rng.choice((*METHODS, "GET")), rng.choice((*GENERATION, *CONTROL[:3])))
 
 
 MAKERS: tuple[Callable[[random.Random], Bad], ...] = (

@@ -9,7 +9,7 @@ from moeray.comm.errors import OperationRefused
 from moeray.deploy.control import RayControl
 from moeray.elastic.phases import OperationDeadlines
 from moeray.elastic.ray_workers import RayWorkers
-from moeray.elastic.view import OperationView, ScaleRequest
+from moeray.elastic.view import OperationView, RebalanceRequest, ScaleRequest
 from tests.support.ray_deployments import DEADLINE_S, Started, fake_factory, is_gone
 from tests.support.serving import poll
 
@@ -38,21 +38,25 @@ def states(deployment: Started) -> dict[str, str]:
     return {f"{member.slot}.{member.incarnation}": member.state for member in view.members}
 
 
-def test_up_down_and_any_slot(start: Callable[..., Started]) -> None:
+def test_a_rebalance_up_down_and_any_slot(start: Callable[..., Started]) -> None:
     deployment = start()
     view = deployment.until("serving")
     pids = {member.slot: member.pid for member in view.members}
+    deployment.call("rebalance", RebalanceRequest(operation_id="better"))
+    better = ended(deployment, "better")
+    assert (better.kind, better.outcome, better.to_epoch) == ("rebalance", "done", 1)
+    assert better.moved_experts > 0
     up = scale(deployment, 4, operation_id="up")
-    assert (up.outcome, up.to_epoch, up.joiners) == ("done", 1, (2, 3))
+    assert (up.outcome, up.to_epoch, up.joiners) == ("done", 2, (2, 3))
     down = scale(deployment, None, operation_id="down", retire=(0, 2))
-    assert (down.outcome, down.to_epoch, down.kv_blocks) == ("done", 2, 6)
+    assert (down.outcome, down.to_epoch, down.kv_blocks) == ("done", 3, 6)
     assert states(deployment) == {"1.0": "serving", "3.0": "serving"}
     assert pids[0] is not None
     assert is_gone(pids[0])
     again = scale(deployment, 3, operation_id="again")
     assert again.outcome == "done"
     assert states(deployment) == {"0.1": "serving", "1.0": "serving", "3.0": "serving"}
-    assert [view.operation_id for view in deployment.call("operations")] == ["up", "down", "again"]
+    assert [view.operation_id for view in deployment.call("operations")] == ["better", "up", "down", "again"]
 
 
 @pytest.mark.parametrize("call", ["create", "load", "connect", "transfer"])

@@ -61,6 +61,40 @@ def test_streams_go_on_with_the_same_tokens_through_six_changes_of_size(elastic:
     assert epochs == sorted(set(epochs))
 
 
+def test_a_rebalance_moves_experts_and_changes_no_token(elastic: Elastic, streams: Streams) -> None:
+    """Who has which expert after a change of size is not decided by load."""
+    elastic.at_size(4)
+    with streams.running():
+        time.sleep(0.5)
+        for size in (4, 3):
+            elastic.at_size(size)
+            _rebalance(elastic)
+
+
+def _rebalance(elastic: Elastic) -> None:
+    """Experts move between the processes that are there, and their numbers stay within one of each other."""
+    before, pids = elastic.topology(), elastic.pids()
+    operation = elastic.rebalance()
+    poll("the view shows it", lambda: elastic.topology()["epoch"] == operation["to_epoch"], 5.0)
+    after = elastic.topology()
+    assert operation["kind"] == "rebalance"
+    assert operation["moved_experts"] == _num_arrived(before["placement"], after["placement"]) > 0
+    assert operation["moved_bytes"] > 0
+    assert elastic.pids() == pids
+    for layer in after["placement"]:
+        counts = [sum(expert >= 0 for expert in seats) for seats in layer]
+        assert max(counts) - min(counts) <= 1
+
+
+def _num_arrived(before: list[list[list[int]]], after: list[list[list[int]]]) -> int:
+    """Experts that a worker has and had not, in all layers."""
+    return sum(
+        len(set(new) - {-1} - set(old))
+        for layers in zip(before, after, strict=True)
+        for old, new in zip(*layers, strict=True)
+    )
+
+
 def test_each_slot_retires_while_it_serves_and_leaves_nothing(elastic: Elastic, streams: Streams) -> None:
     """Slots 0, 1 and 2 one after the other, then 3, after 0 has come back with another incarnation."""
     elastic.at_size(4)

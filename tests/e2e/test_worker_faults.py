@@ -20,6 +20,7 @@ from tests.support.serving import Serve, client, poll
 SIZE = 3
 SOON_S = 60.0
 STALL_S = 1.5
+MAX_REBALANCES = 4
 
 
 class Breakable(Elastic):
@@ -259,6 +260,32 @@ def test_a_death_during_a_change_of_size(
             deployment.new_faults(1, known)
         deployment.replaced()
     assert len(deployment.faults()) == known + (who != "joiner")
+
+
+@pytest.mark.parametrize("point", ["during_group_build", "during_transfer"])
+def test_a_death_during_a_rebalance(deployment: Breakable, streams: Streams, known: int, point: str) -> None:
+    slot = deployment.slots[0]
+    with streams.running():
+        deployment.fail(f"{slot} {point} exit")
+        operation = _rebalance_that_reaches(deployment, slot)
+        deployment.fail()
+        assert operation["outcome"] == "rolled_back"
+        assert f"worker {slot}: its process died" in operation["reason"]
+        deployment.new_faults(1, known)
+        deployment.replaced()
+        assert deployment.rebalance()["kind"] == "rebalance"
+    assert len(deployment.faults()) == known + 1
+
+
+def _rebalance_that_reaches(deployment: Breakable, slot: int) -> dict[str, Any]:
+    """One that the slot has a part in: where nothing is left to do for it, experts are put elsewhere first."""
+    for _ in range(MAX_REBALANCES):
+        operation = deployment.ended(deployment.start_rebalance())
+        if operation["outcome"] != "done":
+            break
+        deployment.unbalance()
+        assert slot in deployment.slots
+    return operation
 
 
 def test_a_second_death_within_the_repair(deployment: Breakable, streams: Streams, known: int) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from moeray.comm.errors import ControlTimeout, OperationRefused
 from moeray.comm.sockets import KeyPair
-from moeray.elastic.scaling import ScaleLimits, check_types, plan_scale
+from moeray.elastic.scaling import ScaleLimits, check_operation, check_types, plan_scale
 from moeray.elastic.view import (
     Attachment,
     ClusterView,
@@ -17,6 +17,7 @@ from moeray.elastic.view import (
     ModelView,
     OperationView,
     PhaseView,
+    RebalanceRequest,
     ScaleRequest,
 )
 from tests.support.api_worker import FakeWorker
@@ -71,7 +72,10 @@ def make_view(
 
 
 class FakeControl:
-    """The controller's side: `publish` makes a new view, `go_on` moves the operation that runs."""
+    """The controller's side: `publish` makes a new view, `go_on` moves the operation that runs.
+
+    While it `is_balanced`, a rebalance is done at once.
+    """
 
     limits = ScaleLimits(min_workers=1, max_workers=4)
 
@@ -79,7 +83,8 @@ class FakeControl:
         self.current = view
         self.is_silent = False
         self.keys = keys
-        self.requests: list[ScaleRequest] = []
+        self.is_balanced = False
+        self.requests: list[ScaleRequest | RebalanceRequest] = []
         self.history: dict[str, OperationView] = {}
         self.faulty: list[FaultView] = []
         self.num_questions = 0
@@ -105,28 +110,64 @@ class FakeControl:
     async def scale(self, request: ScaleRequest) -> OperationView:
         self._check_answers()
         check_types(request)
-        if request.operation_id in self.history:
-            return self.history[request.operation_id]
-        if (running := self.running) is not None:
-            raise OperationRefused(f"operation {running.operation_id} runs", operation_id=running.operation_id)
+        known = self._known(request.operation_id)
+        if known is not None:
+            return known
         serving = tuple(member.slot for member in self.current.members)
         plan = plan_scale(request, serving, self.limits)
         self.requests.append(request)
         joiners = tuple(slot for slot in range(8) if slot not in serving)[: plan.num_joiners]
-        view = OperationView(
-            operation_id=request.operation_id or f"operation-{len(self.history)}",
+        return self._begin(
+            request,
             kind="scale",
             requested={} if request.workers is None else {"workers": request.workers},
-            phase="planned",
-            outcome="done" if plan.changes_nothing else None,
-            reason=None,
-            from_epoch=1,
-            to_epoch=1 if plan.changes_nothing else 2,
-            phases=(PhaseView(name="planned", started_at=time.time(), seconds=None),),
-            deadline_s=60.0 if request.deadline_s is None else request.deadline_s,
+            is_over=plan.changes_nothing,
             targets=tuple(sorted((*plan.stayers, *joiners))),
             joiners=joiners,
             leavers=plan.leavers,
+        )
+
+    async def rebalance(self, request: RebalanceRequest) -> OperationView:
+        self._check_answers()
+        check_operation(request)
+        known = self._known(request.operation_id)
+        if known is not None:
+            return known
+        self.requests.append(request)
+        targets = tuple(member.slot for member in self.current.members)
+        return self._begin(request, kind="rebalance", is_over=self.is_balanced, targets=targets)
+
+    def _known(self, operation_id: str | None) -> OperationView | None:
+        known = self.history.get(operation_id or "")
+        if known is None and (running := self.running) is not None:
+            raise OperationRefused(f"operation {running.operation_id} runs", operation_id=running.operation_id)
+        return known
+
+    def _begin(
+        self,
+        request: ScaleRequest | RebalanceRequest,
+        *,
+        kind: str,
+        is_over: bool,
+        targets: tuple[int, ...],
+        requested: dict[str, int | tuple[int, ...]] | None = None,
+        joiners: tuple[int, ...] = (),
+        leavers: tuple[int, ...] = (),
+    ) -> OperationView:
+        view = OperationView(
+            operation_id=request.operation_id or f"operation-{len(self.history)}",
+            kind=kind,
+            requested=requested or {},
+            phase="planned",
+            outcome="done" if is_over else None,
+            reason=None,
+            from_epoch=1,
+            to_epoch=1 if is_over else 2,
+            phases=(PhaseView(name="planned", started_at=time.time(), seconds=None),),
+            deadline_s=60.0 if request.deadline_s is None else request.deadline_s,
+            targets=targets,
+            joiners=joiners,
+            leavers=leavers,
             moved_experts=4,
         )
         self.history[view.operation_id] = view

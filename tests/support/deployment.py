@@ -8,7 +8,7 @@ from moeray.elastic.controller_config import ControllerConfig
 from moeray.elastic.manager import Manager
 from moeray.elastic.phases import OperationDeadlines
 from moeray.elastic.startup import StartDeadlines
-from moeray.elastic.view import ClusterView, OperationView, ScaleRequest
+from moeray.elastic.view import ClusterView, OperationView, RebalanceRequest, ScaleRequest
 from tests.support.fake_cluster import NUM_LAYERS, FakeCluster
 from tests.support.fake_store import FakeStore
 
@@ -104,6 +104,11 @@ class Deployment:
         """Begin it, and follow it to its end."""
         request = ScaleRequest(workers=workers, **fields)  # type: ignore[arg-type]
         view = await self.manager.scale(request)
+        return await self.ended(view.operation_id)
+
+    async def rebalance(self, **fields: object) -> OperationView:
+        """As `scale`, for an exchange of experts."""
+        view = await self.manager.rebalance(RebalanceRequest(**fields))  # type: ignore[arg-type]
         return await self.ended(view.operation_id)
 
     async def ended(self, operation_id: str) -> OperationView:

@@ -73,7 +73,15 @@ class Elastic:
         return answer
 
     def start(self, **fields: Any) -> dict[str, Any]:
-        answer = self.http.post("/scale", json=fields)
+        """Begin to change the size."""
+        return self._start("/scale", fields)
+
+    def start_rebalance(self, **fields: Any) -> dict[str, Any]:
+        """Begin to exchange experts between the workers."""
+        return self._start("/rebalance", fields)
+
+    def _start(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+        answer = self.http.post(path, json=fields)
         assert answer.status_code in (200, 202), answer.text
         operation: dict[str, Any] = answer.json()
         return operation
@@ -91,6 +99,18 @@ class Elastic:
         assert operation["outcome"] == "done", operation
         poll("the view shows it", lambda: self.slots == operation["targets"], 5.0)
         return operation
+
+    def rebalance(self) -> dict[str, Any]:
+        """Exchange experts; it must work."""
+        operation = self.ended(self.start_rebalance())
+        assert operation["outcome"] == "done", operation
+        return operation
+
+    def unbalance(self) -> None:
+        """One leaves and another comes: who gets which expert then is not decided by load."""
+        size = len(self.slots)
+        self.scale(workers=size - 1)
+        self.scale(workers=size)
 
     def at_size(self, size: int) -> None:
         if len(self.slots) != size:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from moeray.comm.calls import Address
 from moeray.comm.errors import MoerayError, StartupError, WorkerDied
-from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
+from moeray.comm.messages import ExpertCounts, MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -218,6 +218,11 @@ class FakeMember(Member):
         process = self.process
         return Tick(epoch=process.epoch, position=0, progress=0, is_parked=True, num_requests=0)
 
+    async def expert_load(self) -> ExpertCounts:
+        await self._call("expert_load")
+        cluster = self.process.cluster
+        return cluster.loads.get(self.slot, ((0,) * cluster.num_experts,) * NUM_LAYERS)
+
     async def nudge(self) -> None:
         await self._call("nudge")
 
@@ -252,7 +257,10 @@ class FakeMember(Member):
 
 
 class FakeCluster(WorkerSource):
-    """All processes, and what they agreed on. `room` is how many more workers can start, None for any number."""
+    """All processes, and what they agreed on. `room` is how many more workers can start, None for any number.
+
+    `loads` are the counts of experts that slots tell; those that are not named have counted nothing.
+    """
 
     def __init__(self, num_experts: int = 8) -> None:
         self.num_experts = num_experts
@@ -260,6 +268,7 @@ class FakeCluster(WorkerSource):
         self.faults: dict[tuple[int, str], Fault] = {}
         self.digests: dict[int, str] = {}
         self.processes: list[FakeProcess] = []
+        self.loads: dict[int, ExpertCounts] = {}
         self.room: int | None = None
 
     def fail(self, slot: int, call: str, how: Fault) -> None:

@@ -6,7 +6,7 @@ import signal
 
 from moeray.comm.calls import Address
 from moeray.comm.errors import CheckpointError, GroupTimeout
-from moeray.comm.messages import MemberStatus, Tick, TransferReport, Trouble
+from moeray.comm.messages import ExpertCounts, MemberStatus, Tick, TransferReport, Trouble
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.sockets import KeyPair
 from moeray.comm.topology import Topology
@@ -168,6 +168,12 @@ class FakeWorkerControl(WorkerControl):
     async def tick(self) -> Tick:
         epoch = self.topology.epoch if self.topology is not None else -1
         return Tick(epoch=epoch, position=0, progress=0, is_parked=True, num_requests=0)
+
+    async def expert_load(self) -> ExpertCounts:
+        """Nearly all tokens went to the first half of the experts."""
+        await self._call("expert_load")
+        half = NUM_EXPERTS // 2
+        return (((100,) * half + (1,) * (NUM_EXPERTS - half)),) * NUM_LAYERS
 
     async def nudge(self) -> None:
         await self._call("nudge")

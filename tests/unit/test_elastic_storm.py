@@ -6,11 +6,12 @@ import random
 import pytest
 
 from moeray.comm.errors import StartupError
-from moeray.elastic.view import ScaleRequest
+from moeray.elastic.view import RebalanceRequest, ScaleRequest
 from tests.support.deployment import Deployment
-from tests.support.fake_cluster import Fault, die, error, hang
+from tests.support.fake_cluster import NUM_LAYERS, Fault, die, error, hang
 
-NUM_OPERATIONS = 12
+NUM_OPERATIONS = 18
+NUM_EXPERTS = 11
 JOINER_CALLS = ("created", "load", "connect", "transfer")
 SURVIVOR_CALLS = ("host_store", "connect", "transfer", "hand_over")
 
@@ -21,6 +22,22 @@ def wish(random_: random.Random, deployment: Deployment, operation_id: str) -> S
     if retire and random_.random() < 0.4:
         return ScaleRequest(retire=retire, operation_id=operation_id)
     return ScaleRequest(workers=random_.randint(1, 5), operation_id=operation_id)
+
+
+def skew(random_: random.Random, deployment: Deployment) -> None:
+    """Whoever serves has counted other experts than before."""
+    deployment.cluster.loads = {
+        slot: tuple(tuple(random_.randrange(100) ** 2 for _ in range(NUM_EXPERTS)) for _ in range(NUM_LAYERS))
+        for slot in range(5)
+    }
+
+
+async def begin(random_: random.Random, deployment: Deployment, operation_id: str) -> None:
+    if random_.random() < 0.4:
+        skew(random_, deployment)
+        await deployment.manager.rebalance(RebalanceRequest(operation_id=operation_id))
+    else:
+        await deployment.manager.scale(wish(random_, deployment, operation_id))
 
 
 def set_fault(random_: random.Random, deployment: Deployment) -> None:
@@ -35,14 +52,14 @@ def set_fault(random_: random.Random, deployment: Deployment) -> None:
 
 async def storm(seed: int) -> list[str | None]:
     random_ = random.Random(seed)
-    deployment = await Deployment(num_workers=3, max_workers=5, num_spares=seed % 2, num_experts=11).serve()
+    deployment = await Deployment(num_workers=3, max_workers=5, num_spares=seed % 2, num_experts=NUM_EXPERTS).serve()
     outcomes: list[str | None] = []
     for index in range(NUM_OPERATIONS):
         if random_.random() < 0.5:
             set_fault(random_, deployment)
         before = (deployment.view().epoch, deployment.view().placement, deployment.serving())
         try:
-            await deployment.manager.scale(wish(random_, deployment, str(index)))
+            await begin(random_, deployment, str(index))
         except ValueError:
             outcomes.append(None)
             continue

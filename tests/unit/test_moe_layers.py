@@ -14,7 +14,7 @@ from moeray.comm.placement import ExpertPlacement
 from moeray.comm.topology import Member, Topology
 from moeray.worker.models.linear import RowLinear, padded_rows
 from moeray.worker.moe.activation import ACTIVATIONS, gated_activation
-from moeray.worker.moe.expert_load import ExpertLoad
+from moeray.worker.moe.expert_load import ROWS_PER_HALVING, ExpertLoad
 from moeray.worker.moe.factory import FusedMoEFactory, MoEEnvironment
 from moeray.worker.moe.quant.base import FusedMoEQuantConfig
 from moeray.worker.moe.quant.unquantized import UnquantizedExperts, UnquantizedMoEMethod, group_by_seat
@@ -396,3 +396,38 @@ def test_load_counts_real_tokens_at_commit_only() -> None:
     assert load.counts_LE.tolist() == [[0, 0, 1, 1], [0, 3, 0, 1]]
     load.commit()
     assert load.counts_LE.sum() == 6
+
+
+def test_load_fades_so_that_what_was_popular_long_ago_matters_little() -> None:
+    load = ExpertLoad(num_layers=2, num_experts=4)
+    rows = ROWS_PER_HALVING // 4
+
+    def commit(expert: int, num_rows: int) -> None:
+        for layer in (0, 1):
+            load.record(layer, torch.full((num_rows, 2), expert))
+        load.commit()
+
+    for _ in range(3):
+        commit(0, rows)
+    assert load.counts() == ((6 * rows, 0, 0, 0),) * 2
+    commit(1, rows - 1)
+    assert load.counts() == ((6 * rows, 2 * (rows - 1), 0, 0),) * 2
+    commit(2, 2)  # one row beyond the limit: it counts towards the next
+    faded = ((3 * rows, rows - 1, 2, 0),) * 2
+    assert load.counts() == faded
+    commit(3, ROWS_PER_HALVING - 2)
+    assert load.counts() == ((3 * rows, rows - 1, 2, 2 * (ROWS_PER_HALVING - 2)),) * 2
+    commit(3, 1)
+    assert load.counts()[0][0] == 3 * rows // 2
+
+
+def test_a_load_that_was_read_stays_as_it_was() -> None:
+    """Another thread may hold it while the next step is committed."""
+    load = ExpertLoad(num_layers=1, num_experts=2)
+    load.record(0, torch.tensor([[0]]))
+    load.commit()
+    seen = load.counts_LE
+    load.record(0, torch.tensor([[1]]))
+    load.commit()
+    assert seen.tolist() == [[1, 0]]
+    assert load.counts() == ((1, 1),)

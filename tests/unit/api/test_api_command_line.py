@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from moeray.deploy.cli import app
 
 PAGE = "<html><body>It works!</body></html>"
-COMMANDS = (["status"], ["scale", "2"], ["scale", "1", "--retire", "0"], ["generate", "It was"])
+COMMANDS = (["status"], ["scale", "2"], ["scale", "1", "--retire", "0"], ["rebalance"], ["generate", "It was"])
 
 
 def run(*arguments: str) -> Result:
@@ -94,6 +94,7 @@ def test_a_server_that_is_none_of_ours(
         (["status", "--admin-key", "ä"], "--admin-key is given, must be printable ASCII"),
         (["scale", "2", "--deadline-s", "nan"], "--deadline-s is nan, must be a finite number"),
         (["scale", "2", "--deadline-s", "inf"], "--deadline-s is inf, must be a finite number"),
+        (["rebalance", "--deadline-s", "nan"], "--deadline-s is nan, must be a finite number"),
         (["scale"], "neither N nor --retire is given"),
     ],
 )

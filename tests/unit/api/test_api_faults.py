@@ -276,7 +276,7 @@ def test_a_scale_during_a_repair_is_refused(start_server: Any, monkeypatch: pyte
     server = start_server(2)
 
     async def refuse(_: ScaleRequest) -> OperationView:
-        raise OperationRefused("the group is being repaired, it must serve before it can be scaled")
+        raise OperationRefused("the group is being repaired, it must serve before it can be changed")
 
     monkeypatch.setattr(server.control, "scale", refuse)
     answer = server.post("/scale", {"workers": 3})

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from moeray.api.links import LinkFactory
-from moeray.api.scale_schemas import ScaleElasticEPFields, ScaleFields
+from moeray.api.scale_schemas import RebalanceFields, ScaleElasticEPFields, ScaleFields
 from moeray.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from moeray.api.server import create_app
 from moeray.api.settings import ServerSettings
 from moeray.comm.sockets import new_key_pair
-from moeray.elastic.view import OperationView, ScaleRequest
+from moeray.elastic.view import OperationView, RebalanceRequest, ScaleRequest
 from tests.support.api_control import FakeControl, make_view
 
 NUM_EXAMPLES = 300
@@ -33,6 +33,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/scale": ScaleFields,
+    "/rebalance": RebalanceFields,
     "/scale_elastic_ep": ScaleElasticEPFields,
 }
 # With these, more of the other fields are looked at, and are read.
@@ -136,15 +137,20 @@ def filled(path: str) -> st.SearchStrategy[str]:
 
 def finish_at_once(control: FakeControl) -> None:
     """Every operation is done as soon as it has begun."""
-    begin = control.scale
+    begin_scale, begin_rebalance = control.scale, control.rebalance
 
-    async def scale(request: ScaleRequest) -> OperationView:
-        view = await begin(request)
+    def finished(view: OperationView) -> OperationView:
         if control.running is not None:
             control.go_on("switched", "retired", outcome="done")
         return view
 
-    control.scale = scale  # type: ignore[method-assign]
+    async def scale(request: ScaleRequest) -> OperationView:
+        return finished(await begin_scale(request))
+
+    async def rebalance(request: RebalanceRequest) -> OperationView:
+        return finished(await begin_rebalance(request))
+
+    control.scale, control.rebalance = scale, rebalance  # type: ignore[method-assign]
 
 
 def test_no_request_in_the_words_of_the_description_makes_the_server_fail(

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from moeray.api.operation_metrics import GapWindow
 from moeray.comm.errors import ControlTimeout, MoerayError, OperationRefused, WorkerDied
 from moeray.deploy.control import RayControl
-from moeray.elastic.view import ScaleRequest
+from moeray.elastic.view import OperationView, RebalanceRequest, ScaleRequest
 
 ALL_PHASES = ("provisioning", "connecting", "transferring", "ready", "switched", "retired")
 JSON_BODY = {"content-type": "application/json"}
@@ -138,13 +138,13 @@ def test_other_fields_are_refused_by_name(server: Any, body: dict[str, Any], wor
 
 
 def test_bodies_that_are_no_object(server: Any) -> None:
-    for path in ("/scale", "/scale_elastic_ep"):
+    for path in ("/scale", "/scale_elastic_ep", "/rebalance"):
         for content in (b"", b"[]", b"3", b"{"):
             answer = httpx.post(server.url + path, content=content, headers=JSON_BODY, timeout=10)
             assert message_of(answer, 400)
 
 
-@pytest.mark.parametrize("path", ["/scale", "/scale_elastic_ep"])
+@pytest.mark.parametrize("path", ["/scale", "/scale_elastic_ep", "/rebalance"])
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
 def test_a_page_of_another_site_cannot_change_the_size(server: Any, path: str, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
@@ -177,7 +177,7 @@ def test_values_are_shown_as_json(server: Any, body: dict[str, Any], words: str)
 def test_control_needs_the_admin_key(start_server: Any) -> None:
     server = start_server(2, api_key="secret", admin_key="boss")
     calls = [("POST", "/scale"), ("GET", "/operations"), ("GET", "/operations/x"), ("POST", "/scale_elastic_ep")]
-    for method, path in [*calls, ("GET", "/is_scaling_elastic_ep")]:
+    for method, path in [*calls, ("POST", "/rebalance"), ("GET", "/is_scaling_elastic_ep")]:
         for headers in ({}, {"authorization": "Bearer secret"}):
             answer = httpx.request(method, server.url + path, headers=headers, json={"workers": 3}, timeout=10)
             assert answer.status_code == 401
@@ -192,6 +192,7 @@ def test_a_controller_that_does_not_answer_is_a_503(start_server: Any) -> None:
     answers = [
         server.post("/scale", {"workers": 3}),
         server.post("/scale_elastic_ep", {"new_ep_size": 3}),
+        server.post("/rebalance", {}),
         *(server.get(path) for path in ("/operations", "/operations/x", "/is_scaling_elastic_ep")),
     ]
     for answer in answers:
@@ -200,6 +201,63 @@ def test_a_controller_that_does_not_answer_is_a_503(start_server: Any) -> None:
     for path in ("/health", "/topology", "/metrics"):
         assert server.get(path).status_code == 200
     assert server.post("/generate", {**GREEDY, "max_tokens": 1}).status_code == 200
+
+
+# POST /rebalance
+
+
+@pytest.mark.parametrize("fields", [{}, {"operation_id": "mine:1", "deadline_s": 30}])
+def test_a_rebalance_is_started_and_followed(start_server: Any, until: Any, fields: dict[str, Any]) -> None:
+    server = start_server(2)
+    started = server.post("/rebalance", fields)
+    assert started.status_code == 202
+    body = started.json()
+    assert (body["kind"], body["phase"], body["outcome"], body["requested"]) == ("rebalance", "planned", None, {})
+    assert (body["targets"], body["joiners"], body["leavers"]) == ([0, 1], [], [])
+    operation_id = fields.get("operation_id", body["operation_id"])
+    assert started.headers["location"] == f"/operations/{operation_id}"
+    asked = RebalanceRequest(operation_id=operation_id, deadline_s=fields.get("deadline_s"))
+    assert server.control.requests == [asked]
+    refused = server.post("/rebalance", {})
+    assert operation_id in message_of(refused, 409)
+    assert refused.headers["location"] == f"/operations/{operation_id}"
+    server.control.go_on(*ALL_PHASES, outcome="done")
+    again = server.post("/rebalance", {"operation_id": operation_id})
+    assert (again.status_code, again.json()["outcome"]) == (200, "done")
+    until(lambda: server.metric('moeray_operations_total{kind="rebalance",outcome="done"}') == 1, "it was counted")
+    assert server.metric('moeray_operation_phase_seconds_sum{kind="rebalance",phase="ready"}') == 0.5
+    assert server.get("/is_scaling_elastic_ep").json()["scale_phase"] == "serving"
+
+
+def test_a_rebalance_with_nothing_to_do_is_done_at_once(start_server: Any) -> None:
+    server = start_server(2)
+    server.control.is_balanced = True
+    answer = server.post("/rebalance", {})
+    assert (answer.status_code, answer.json()["outcome"]) == (200, "done")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"workers": 3}, "workers is not a field"),
+        ({"deadline_s": 0}, "deadline_s is 0"),
+        ({"deadline_s": "soon"}, "deadline_s"),
+        ({"operation_id": "a b"}, "operation_id"),
+    ],
+)
+def test_a_rebalance_refuses_by_name(server: Any, body: dict[str, Any], words: str) -> None:
+    assert words in message_of(server.post("/rebalance", body), 400)
+    assert not server.control.history
+
+
+def test_a_worker_that_does_not_tell_its_load_is_named(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server(2)
+
+    async def fail(_: RebalanceRequest) -> OperationView:
+        raise MoerayError("worker 1: did not tell its load within 10 s")
+
+    monkeypatch.setattr(server.control, "rebalance", fail)
+    assert "worker 1: did not tell its load" in message_of(server.post("/rebalance", {}), 503)
 
 
 # vLLM's and SGLang's words
@@ -353,7 +411,8 @@ class Method:
 
 class Handle:
     def __init__(self, error: Exception) -> None:
-        self.scale = self.operation = self.operations = self.wait_operation = self.faults = Method(error)
+        self.scale = self.rebalance = self.operation = self.operations = Method(error)
+        self.wait_operation = self.faults = Method(error)
 
 
 def thrown_over_ray(error: Exception) -> Exception:
@@ -377,6 +436,7 @@ def test_errors_of_the_controller_come_through_ray(thrown: Exception, expected: 
     control = RayControl(Handle(thrown))
     for call in (
         lambda: control.scale(ScaleRequest(workers=9)),
+        lambda: control.rebalance(RebalanceRequest()),
         lambda: control.operation("one"),
         lambda: control.operations(),
         lambda: control.wait_operation("one", 0.1),

@@ -1,4 +1,4 @@
-"""`moeray scale` and `moeray status` against a server whose controller does what the test says."""
+"""`moeray scale`, `moeray rebalance` and `moeray status` against a server whose controller does what the test says."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +56,23 @@ def test_a_rollback_is_a_failure_with_the_reason(start_server: Any, pool: Any, u
     assert "epoch 1 serves on" in answer.output
     assert server.control.requests[0].retire == (0,)
     assert server.control.requests[0].deadline_s == 5
+
+
+def test_rebalance_shows_the_same(start_server: Any, pool: Any, until: Any, run: Run) -> None:
+    server = start_server(2)
+    result = pool.submit(run, server, "rebalance", "--deadline-s", "5")
+    until(lambda: server.control.running, "it has begun")
+    server.control.go_on(*ALL_PHASES, outcome="done")
+    answer = result.result(20)
+    assert answer.exit_code == 0, answer.output
+    for words in ("connecting ...", "rebalance of 2 workers: done", "epoch 1 → 2", "4 experts to move"):
+        assert words in answer.output
+    assert server.control.requests[0].deadline_s == 5
+    assert run(server, "rebalance", "--no-follow").exit_code == 0
+    running = server.control.running.operation_id
+    busy = run(server, "rebalance")
+    assert busy.exit_code == 1
+    assert running in busy.stderr
 
 
 def test_without_follow_it_returns_at_once(start_server: Any, run: Run) -> None:
