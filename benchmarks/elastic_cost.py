@@ -28,7 +28,7 @@ from moeray.elastic.controller_config import ControllerConfig
 from moeray.elastic.view import ClusterView
 from moeray.worker.config import WorkerConfig
 from moeray.worker.messages import SamplingParams
-from moeray.worker.models.registry import read_decoder_config
+from moeray.worker.models.registry import read_model_config
 from tests.support.workers import FrontEnd, WorkerSet, member_of, wait_until
 
 MODEL = Path(__file__).parent.parent / "deploy" / "demo" / "model"
@@ -38,7 +38,7 @@ DEADLINE_S = 120.0
 
 
 def worker_config() -> WorkerConfig:
-    experts = read_decoder_config(MODEL).num_experts
+    experts = read_model_config(MODEL).num_experts
     return WorkerConfig(model_path=str(MODEL), num_seats=experts, max_workers=4, kv_cache_bytes=256 << 20)
 
 
@@ -62,7 +62,7 @@ class StaticGroup:
     """`SIZE` plain processes in one group."""
 
     def __init__(self) -> None:
-        config = read_decoder_config(MODEL)
+        config = read_model_config(MODEL)
         placement = ExpertPlacement.contiguous(
             num_layers=config.num_moe_layers,
             num_experts=config.num_experts,
@@ -99,7 +99,7 @@ def start_deployment(directory: Path) -> tuple[Topology, KeyPair, int]:
     import ray
 
     LocalRay.start(directory, namespace="moeray-idle")
-    config, worker = read_decoder_config(MODEL), worker_config()
+    config, worker = read_model_config(MODEL), worker_config()
     factory = RayWorkerFactory(
         config=worker,
         num_cpus=0.0,

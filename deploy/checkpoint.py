@@ -11,8 +11,8 @@ from moeray.api.tokenizer import Tokenizer
 from moeray.comm.errors import CheckpointError
 from moeray.deploy.config import DEMO
 from moeray.elastic.view import ModelView
-from moeray.worker.models.config import DecoderConfig
-from moeray.worker.models.registry import read_decoder_config
+from moeray.worker.models.config import ModelConfig
+from moeray.worker.models.registry import read_model_config
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -49,11 +49,11 @@ def _download(name: str) -> Path:
         raise CheckpointError(f"{name}: could not be fetched from the hub: {reason}") from error
 
 
-def inspect(path: Path) -> DecoderConfig:
+def inspect(path: Path) -> ModelConfig:
     """The checkpoint's configuration, after a look at its files. Raises `CheckpointError` that names the file."""
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: config.json is missing")
-    config = read_decoder_config(path)
+    config = read_model_config(path)
     for shard in _shards(path):
         if not (path / shard).is_file():
             raise CheckpointError(f"{path}: {shard} is missing")
@@ -61,7 +61,7 @@ def inspect(path: Path) -> DecoderConfig:
     return config
 
 
-def check_served(config: DecoderConfig, model: ModelView, deployment: str) -> None:
+def check_served(config: ModelConfig, model: ModelView, deployment: str) -> None:
     """Raises `CheckpointError` if the deployment evidently serves another checkpoint than this one."""
     for name in ("num_moe_layers", "num_experts", "vocab_size"):
         here, there = getattr(config, name), getattr(model, name)

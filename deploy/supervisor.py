@@ -31,7 +31,7 @@ from moeray.deploy.reserved import reserved_text
 from moeray.elastic.controller_config import ControllerConfig, namespace
 from moeray.elastic.member import WorkerFactory
 from moeray.elastic.view import ClusterView, ModelView
-from moeray.worker.models.config import DecoderConfig
+from moeray.worker.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from moeray.deploy.control import RayControl
@@ -52,7 +52,7 @@ class Plan:
     config: ServeConfig
     controller: ControllerConfig
     server: ServerSettings
-    decoder: DecoderConfig
+    decoder: ModelConfig
     factory: WorkerFactory
 
 

@@ -7,17 +7,10 @@ import numpy as np
 import torch
 
 from moeray.worker.config import BLOCK_SIZE
-from moeray.worker.models.attention import (
-    GROUP_BYTES,
-    AttentionPlan,
-    DecodeGroup,
-    PagedKVCache,
-    decode_group,
-    padded_keys,
-    plan_to,
-    prefill_segment,
-)
-from moeray.worker.models.decoder import ForwardBatch
+from moeray.worker.models.attention_plan import WindowPlan, decode_groups, plan_to, prefill_segment
+from moeray.worker.models.config import KeyWindow
+from moeray.worker.models.model import ForwardBatch
+from moeray.worker.models.paged_cache import PagedKVCache
 from moeray.worker.scheduler import ScheduledBatch, ScheduledItem
 
 
@@ -31,7 +24,6 @@ class PreparedBatch:
 
 def prepare_batch(batch: ScheduledBatch, cache: PagedKVCache) -> PreparedBatch:
     """Lay the step's rows out: single tokens first, by context length, then chunks of prompts. It may be empty."""
-    reference = cache.keys[0]
     singles = sorted(
         (item for item in batch.items if item.num_tokens == 1),
         key=lambda item: item.sequence.num_computed_tokens,
@@ -40,23 +32,20 @@ def prepare_batch(batch: ScheduledBatch, cache: PagedKVCache) -> PreparedBatch:
     ordered = singles + chunks
     starts = np.cumsum([0] + [item.num_tokens for item in ordered])
     last_row = {id(item): int(end) - 1 for item, end in zip(ordered, starts[1:], strict=True)}
-    bytes_per_key = 2 * cache.num_kv_heads * cache.head_dim * reference.element_size()
-    plan = AttentionPlan(
-        _decode_groups(singles, bytes_per_key),
-        [
-            prefill_segment(int(start), item.num_tokens, item.sequence.num_computed_tokens, item.sequence.block_table)
-            for item, start in zip(chunks, starts[len(singles) :], strict=False)
-        ],
-    )
+    chunk_starts = [int(start) for start in starts[len(singles) : -1]]
+    plan = {
+        window: plan_to(_window_plan(singles, chunks, chunk_starts, cache, window), cache.device, cache.dtype)
+        for window in {shape.window for shape in cache.shapes}
+    }
     sampled = [item for item in batch.items if item.wants_token]
     tokens, positions, slots = _rows(ordered)
-    device = reference.device
+    device = cache.device
     forward = ForwardBatch(
         token_ids_T=torch.from_numpy(tokens).to(device),
         positions_T=torch.from_numpy(positions).to(device),
         slots_T=torch.from_numpy(slots).to(device),
         logits_rows_S=torch.tensor([last_row[id(item)] for item in sampled], dtype=torch.int64, device=device),
-        attention=plan_to(plan, device, reference.dtype),
+        attention=plan,
     )
     return PreparedBatch(forward, sampled)
 
@@ -83,19 +72,21 @@ def _rows(ordered: Sequence[ScheduledItem]) -> tuple[np.ndarray, np.ndarray, np.
     )
 
 
-def _decode_groups(singles: Sequence[ScheduledItem], bytes_per_key: int) -> list[DecodeGroup]:
-    """Cut sequences, sorted by context length, into groups whose padded keys and values fit into `GROUP_BYTES`."""
-    groups: list[DecodeGroup] = []
-    start = 0
-    for end in range(1, len(singles) + 1):
-        widened = (end + 1 - start) * padded_keys(_num_keys(singles[min(end, len(singles) - 1)])) * bytes_per_key
-        if end == len(singles) or widened > GROUP_BYTES:
-            members = singles[start:end]
-            tables = [item.sequence.block_table for item in members]
-            groups.append(decode_group(start, tables, [_num_keys(item) for item in members]))
-            start = end
-    return groups
-
-
-def _num_keys(item: ScheduledItem) -> int:
-    return item.sequence.num_computed_tokens + 1
+def _window_plan(
+    singles: Sequence[ScheduledItem],
+    chunks: Sequence[ScheduledItem],
+    chunk_starts: Sequence[int],
+    cache: PagedKVCache,
+    window: KeyWindow | None,
+) -> WindowPlan:
+    tables = [item.sequence.block_table for item in singles]
+    num_keys = [item.sequence.num_computed_tokens + 1 for item in singles]
+    return WindowPlan(
+        decode_groups(tables, num_keys, cache.bytes_per_key(window), window),
+        [
+            prefill_segment(
+                start, item.num_tokens, item.sequence.num_computed_tokens, item.sequence.block_table, window
+            )
+            for item, start in zip(chunks, chunk_starts, strict=True)
+        ],
+    )

@@ -10,8 +10,8 @@ from moeray.worker.config import WorkerConfig
 from moeray.worker.kv_cache import BlockPool
 from moeray.worker.loaded_model import LoadedModel
 from moeray.worker.mailbox import Mailbox
-from moeray.worker.models.attention import PagedKVCache
-from moeray.worker.models.decoder import Decoder
+from moeray.worker.models.model import ServedModel
+from moeray.worker.models.paged_cache import PagedKVCache
 from moeray.worker.moe.expert_load import ExpertLoad
 from moeray.worker.reporter import Reporter
 from moeray.worker.sampler import Sampler
@@ -24,7 +24,7 @@ class EngineParts:
 
     slot: int
     incarnation: int
-    model: Decoder
+    model: ServedModel
     cache: PagedKVCache
     scheduler: Scheduler
     sampler: Sampler

@@ -11,8 +11,7 @@ import torch
 
 from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
 from moeray.worker.loader import Checkpoint
-from moeray.worker.models.decoder import Decoder
-from moeray.worker.models.registry import weight_names
+from moeray.worker.models.model import ServedModel
 
 # Bytes of the checkpoint that one slice copies: about a millisecond.
 SLICE_BYTES = 1 << 20
@@ -51,13 +50,6 @@ def seat_fills(current: ExpertPlacement | None, following: ExpertPlacement, slot
     return fills
 
 
-def expert_tensors(model: Decoder, checkpoint: Checkpoint, fill: SeatFill) -> list[tuple[str, torch.Tensor]]:
-    """The parts of an expert: views of the memory map, or copies from a peer."""
-    names = weight_names(model.config)
-    prefix = names.layer.format(layer=model.config.moe.layers[fill.layer])
-    return [(part, checkpoint.tensor(prefix + name.format(expert=fill.expert))) for part, name in names.expert_parts()]
-
-
 @dataclass(frozen=True, slots=True)
 class FetchedExpert:
     """An expert's parts in memory, on their way into a seat."""
@@ -70,25 +62,28 @@ class FetchedExpert:
         return sum(tensor.nbytes for _, tensor in self.parts)
 
 
-def fetch_experts(model: Decoder, checkpoint: Checkpoint, fills: list[SeatFill]) -> list[FetchedExpert]:
+def fetch_experts(model: ServedModel, checkpoint: Checkpoint, fills: list[SeatFill]) -> list[FetchedExpert]:
     """Bring the experts into memory, in native calls that hold no lock: pages of a memory map, or from a peer."""
     fetched = []
     for fill in fills:
-        parts = expert_tensors(model, checkpoint, fill)
-        for _, tensor in parts:
-            tensor.reshape(-1).view(torch.uint8)[::4096].sum()
+        parts: list[tuple[str, torch.Tensor]] = []
+        for source in model.expert_parts(fill.layer, fill.expert):
+            tensors = checkpoint.tensors(source)
+            for tensor in tensors:
+                tensor.reshape(-1).view(torch.uint8)[::4096].sum()
+            parts.extend(zip(source.parts, source.split(*tensors), strict=True))
         fetched.append(FetchedExpert(fill, parts))
     return fetched
 
 
-def fill_seats(model: Decoder, experts: list[FetchedExpert]) -> Iterator[None]:
+def fill_seats(model: ServedModel, experts: list[FetchedExpert]) -> Iterator[None]:
     """Write the experts into their seats; yields after each slice of about a millisecond."""
     runners = model.moe_runners()
     for expert in experts:
         fill = expert.fill
         runner = runners[fill.layer]
         for part, tensor in expert.parts:
-            rows = max(1, SLICE_BYTES // (tensor.shape[1] * tensor.element_size()))
+            rows = max(1, SLICE_BYTES // tensor[0].nbytes)
             for first in range(0, tensor.shape[0], rows):
                 piece = tensor[first : first + rows]
                 runner.quant_method.load_expert(runner.routed_experts, fill.seat, part, piece, first)

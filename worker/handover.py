@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from moeray.comm.messages import KVBlock
 from moeray.worker.kv_cache import BlockPool
 from moeray.worker.messages import HandedOverSequence
-from moeray.worker.models.attention import PagedKVCache
+from moeray.worker.models.paged_cache import PagedKVCache
 from moeray.worker.request import Sequence
 
 Send = Callable[[int, KVBlock], bool]

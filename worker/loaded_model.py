@@ -6,15 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from moeray.comm.buffers import BufferCapacity, CommunicationBuffers, prepare_communication_buffer_for_model
+from moeray.comm.errors import CapacityError
 from moeray.comm.exchange import ExpertExchange
 from moeray.comm.placement import ExpertPlacement
 from moeray.worker.config import WorkerConfig
 from moeray.worker.loader import Checkpoint, load_weights
-from moeray.worker.memory import TORCH_DTYPES, choose_dtype, plan_memory
-from moeray.worker.models.attention import PagedKVCache
-from moeray.worker.models.config import DecoderConfig
-from moeray.worker.models.decoder import Decoder
-from moeray.worker.models.registry import read_decoder_config
+from moeray.worker.memory import TORCH_DTYPES, choose_dtype, free_memory_bytes, plan_memory, weights_bytes
+from moeray.worker.models.config import ModelConfig
+from moeray.worker.models.model import ServedModel
+from moeray.worker.models.paged_cache import PagedKVCache
+from moeray.worker.models.registry import make_model, read_model_config
 from moeray.worker.moe.expert_load import ExpertLoad
 from moeray.worker.moe.factory import MoEEnvironment
 from moeray.worker.peer_checkpoint import CheckpointSource, open_checkpoint
@@ -24,7 +25,7 @@ from moeray.worker.peer_checkpoint import CheckpointSource, open_checkpoint
 class LoadedModel:
     """A model with its weights, experts' seats, cache and buffers; nothing of it is made again later."""
 
-    model: Decoder
+    model: ServedModel
     checkpoint: Checkpoint
     cache: PagedKVCache
     buffers: CommunicationBuffers
@@ -41,7 +42,7 @@ def choose_combine(requested: str, device: str) -> str:
     return requested if requested != "auto" else "exact" if device == "cpu" else "fast"
 
 
-def choose_max_model_len(requested: int | None, config: DecoderConfig) -> int:
+def choose_max_model_len(requested: int | None, config: ModelConfig) -> int:
     """Raises `ValueError` for more than the checkpoint's positions."""
     limit = config.max_position_embeddings
     if requested is not None and requested > limit:
@@ -62,12 +63,10 @@ def load_model(
     """
     device = torch.device(worker.device)
     checkpoint = open_checkpoint(worker.model_path, source)
-    config = read_decoder_config(checkpoint.directory)
+    config = read_model_config(checkpoint.directory)
     max_model_len = choose_max_model_len(worker.max_model_len, config)
     dtype = choose_dtype(worker.dtype, config, worker.device)
     combine = choose_combine(worker.combine, worker.device)
-    num_held = placement.num_experts_of(slot) // max(1, config.num_moe_layers) + 1 if placement else 0
-    plan = plan_memory(worker, config, max_model_len=max_model_len, num_experts=num_held, dtype=dtype)
     exchange = ExpertExchange(combine=combine, dispatcher=worker.dispatcher, device=device)
     expert_load = ExpertLoad(num_layers=config.num_moe_layers, num_experts=config.num_experts)
     environment = MoEEnvironment(
@@ -78,20 +77,16 @@ def load_model(
         device=device,
         row_exact=combine == "exact" and dtype == "fp32" and worker.device == "cpu",
     )
-    model = Decoder(config, environment, max_model_len)
+    free = free_memory_bytes(worker.device)
+    model = _make_model(config, checkpoint, environment, max_model_len)
+    weights = weights_bytes(model, placement, slot)
+    plan = plan_memory(worker, model, max_model_len=max_model_len, weights=weights, free=free, dtype=dtype)
     load_weights(model, checkpoint, placement, slot, on_progress)
     model.warm_up(worker.max_num_batched_tokens)
     capacity = BufferCapacity(max_workers=worker.max_workers, max_tokens=worker.max_num_batched_tokens)
     buffers = prepare_communication_buffer_for_model(model, capacity, device)
     exchange.attach_buffers(buffers)
-    cache = PagedKVCache(
-        num_layers=config.num_layers,
-        num_blocks=plan.num_blocks,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=TORCH_DTYPES[dtype],
-        device=device,
-    )
+    cache = PagedKVCache(model.cache_shapes(), num_blocks=plan.num_blocks, dtype=TORCH_DTYPES[dtype], device=device)
     return LoadedModel(
         model=model,
         checkpoint=checkpoint,
@@ -104,3 +99,13 @@ def load_model(
         combine=combine,
         weights_bytes=plan.weights_bytes,
     )
+
+
+def _make_model(
+    config: ModelConfig, checkpoint: Checkpoint, environment: MoEEnvironment, max_model_len: int
+) -> ServedModel:
+    """Parameters take memory here on CUDA; on CPU not before something is written to them."""
+    try:
+        return make_model(config, checkpoint.file_of.keys(), environment, max_model_len)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(f"the weights do not fit on {environment.device}: {error}") from error

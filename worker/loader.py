@@ -5,9 +5,8 @@ with the right shape, also those of experts that other workers hold; only header
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moeray.comm.errors import CheckpointError
-from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
-from moeray.worker.models.config import DecoderConfig
-from moeray.worker.models.decoder import Decoder, DecoderLayer
-from moeray.worker.models.registry import weight_names
-from moeray.worker.models.weight_names import WeightNames
-from moeray.worker.moe.runner import MoERunner
+from moeray.comm.placement import ExpertPlacement
+from moeray.worker.models.model import ServedModel
+from moeray.worker.models.weights import WeightSource, WeightTarget
 
-Store = Callable[[torch.Tensor], object]
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Tensors that old checkpoints carry and that are computed instead.
-COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 # How many tensors a message names before it counts the rest.
 NAMES_IN_MESSAGE = 5
-
-
-@dataclass(frozen=True, slots=True)
-class WeightTarget:
-    """A tensor that the checkpoint must hold. `store` writes it; None where another worker needs it."""
-
-    name: str
-    shape: tuple[int, ...]
-    store: Store | None
 
 
 class Checkpoint:
@@ -84,11 +68,23 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory / file_name} lacks {name}, which its index names") from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the memory map. Raises `CheckpointError` for integers: this model's weights are real numbers."""
+        """A view of the memory map."""
         tensor: torch.Tensor = self._open(self.file_of[name]).get_tensor(name)
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{self.directory}: {name} has type {tensor.dtype}, must be floating point")
         return tensor
+
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        """One entry of the first dim: a view of the memory map, of which nothing else is read."""
+        entry: torch.Tensor = self._slice(name)[index]
+        return entry
+
+    def tensors(self, source: WeightSource) -> list[torch.Tensor]:
+        """What a source reads, before it is split. Raises `CheckpointError` for integers where real numbers belong."""
+        entry = source.entry
+        tensors = [self.tensor(name) if entry is None else self.entry(name, entry) for name in source.names]
+        for name, tensor in zip(source.names, tensors, strict=True):
+            if not (source.is_packed or tensor.is_floating_point()):
+                raise CheckpointError(f"{self.directory}: {name} has type {tensor.dtype}, must be floating point")
+        return tensors
 
     def close(self) -> None:
         """Drops the memory maps that no tensor uses."""
@@ -96,78 +92,8 @@ class Checkpoint:
         self._stack.close()
 
 
-def weight_targets(model: Decoder, placement: ExpertPlacement | None, slot: int) -> Iterator[WeightTarget]:
-    """Every tensor of the family's checkpoint, with a place for those that this slot needs.
-
-    Without a placement no seat is filled.
-    """
-    config, names = model.config, weight_names(model.config)
-    hidden, vocab = config.hidden_size, config.vocab_size
-    yield WeightTarget(names.embed, (vocab, hidden), model.embed.data.copy_)
-    yield WeightTarget(names.norm, (hidden,), model.norm.data.copy_)
-    if not config.tie_word_embeddings:
-        yield WeightTarget(names.lm_head, (vocab, hidden), model.lm_head.data.copy_)
-    for index, layer in enumerate(model.decoder_layers()):
-        prefix = names.layer.format(layer=index)
-        for target in _layer_targets(layer, names, config):
-            yield WeightTarget(prefix + target.name, target.shape, target.store)
-        if isinstance(layer.mlp, MoERunner):
-            seats = placement.seats_of(layer.mlp.routed_experts.layer, slot) if placement else ()
-            for target in _expert_targets(layer.mlp, names, config, seats):
-                yield WeightTarget(prefix + target.name, target.shape, target.store)
-
-
-def _layer_targets(layer: DecoderLayer, names: WeightNames, config: DecoderConfig) -> Iterator[WeightTarget]:
-    hidden = config.hidden_size
-    attention = layer.attention
-    yield WeightTarget(names.input_norm, (hidden,), layer.input_norm.data.copy_)
-    yield WeightTarget(names.post_norm, (hidden,), layer.post_norm.data.copy_)
-    rows = 0
-    for name, size in (
-        (names.q, attention.q_size),
-        (names.k, attention.kv_size),
-        (names.v, attention.kv_size),
-    ):
-        part = slice(rows, rows + size)
-        yield WeightTarget(name + "weight", (size, hidden), attention.qkv_proj.data[part].copy_)
-        if attention.qkv_bias is not None:
-            yield WeightTarget(name + "bias", (size,), attention.qkv_bias.data[part].copy_)
-        rows += size
-    yield WeightTarget(names.o + "weight", (hidden, attention.q_size), attention.o_proj.data.copy_)
-    if attention.o_bias is not None:
-        yield WeightTarget(names.o + "bias", (hidden,), attention.o_bias.data.copy_)
-    if attention.q_norm is not None and attention.k_norm is not None:
-        yield WeightTarget(names.q_norm, (config.head_dim,), attention.q_norm.data.copy_)
-        yield WeightTarget(names.k_norm, (config.head_dim,), attention.k_norm.data.copy_)
-    if not isinstance(layer.mlp, MoERunner):
-        inner = config.dense_intermediate_size
-        gate_up = layer.mlp.gate_up_proj.data
-        yield WeightTarget(names.dense_gate, (inner, hidden), gate_up[:inner].copy_)
-        yield WeightTarget(names.dense_up, (inner, hidden), gate_up[inner:].copy_)
-        yield WeightTarget(names.dense_down, (hidden, inner), layer.mlp.down_proj.data.copy_)
-
-
-def _expert_targets(
-    runner: MoERunner, names: WeightNames, config: DecoderConfig, seats: Sequence[int]
-) -> Iterator[WeightTarget]:
-    hidden, inner = config.hidden_size, config.moe.intermediate_size
-    if runner.gate_ED is not None:
-        yield WeightTarget(names.router, (config.num_experts, hidden), runner.gate_ED.data.copy_)
-    seat_of = {expert: seat for seat, expert in enumerate(seats) if expert != EMPTY_SEAT}
-    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    for expert in range(config.num_experts):
-        for part, name in names.expert_parts():
-            shape = shapes[part]
-            store = _seat_store(runner, seat_of[expert], part) if expert in seat_of else None
-            yield WeightTarget(name.format(expert=expert), shape, store)
-
-
-def _seat_store(runner: MoERunner, seat: int, part: str) -> Store:
-    return lambda tensor: runner.quant_method.load_expert(runner.routed_experts, seat, part, tensor)
-
-
 def load_weights(
-    model: Decoder,
+    model: ServedModel,
     checkpoint: Checkpoint,
     placement: ExpertPlacement | None,
     slot: int,
@@ -178,29 +104,30 @@ def load_weights(
     Raises `CheckpointError` naming missing, extra and mis-shaped tensors before anything is read. `on_progress` gets
     the fraction of tensors that are done.
     """
-    targets = list(weight_targets(model, placement, slot))
-    _check_names(checkpoint, targets, model.config.tie_word_embeddings, weight_names(model.config).lm_head)
-    wanted = [target for target in targets if target.store is not None]
-    for done, target in enumerate(wanted):
-        assert target.store is not None
-        target.store(checkpoint.tensor(target.name))
+    targets = list(model.weight_targets(placement, slot))
+    _check_names(model, checkpoint, targets)
+    wanted = [(target.source, target.stores) for target in targets if target.stores is not None]
+    for done, (source, stores) in enumerate(wanted):
+        for part, store in zip(source.split(*checkpoint.tensors(source)), stores, strict=True):
+            store(part)
         on_progress((done + 1) / len(wanted))
     for runner in model.moe_runners():
         runner.finish_loading()
 
 
-def _check_names(checkpoint: Checkpoint, targets: Sequence[WeightTarget], tied: bool, lm_head: str) -> None:
-    expected = {target.name for target in targets}
-    present = {name for name in checkpoint.file_of if not name.endswith(COMPUTED_SUFFIXES)}
-    if tied:
-        present.discard(lm_head)
-    shapes = [(target, checkpoint.shape(target.name)) for target in targets if target.name in present]
+def _check_names(model: ServedModel, checkpoint: Checkpoint, targets: Sequence[WeightTarget]) -> None:
+    expected = {
+        name: shape for target in targets for name, shape in zip(target.source.names, target.source.shapes, strict=True)
+    }
+    present = set(checkpoint.file_of)
+    unused = sorted(name for name in present - expected.keys() if not model.ignores(name))
+    shapes = {name: checkpoint.shape(name) for name in expected if name in present}
     problems = [
-        (f"lacks {len(expected - present)} tensors", sorted(expected - present)),
-        (f"has {len(present - expected)} tensors that the model does not use", sorted(present - expected)),
+        (f"lacks {len(expected.keys() - present)} tensors", sorted(expected.keys() - present)),
+        (f"has {len(unused)} tensors that the model does not use", unused),
         (
             "has tensors of the wrong shape",
-            [f"{t.name} {list(shape)}, must be {list(t.shape)}" for t, shape in shapes if shape != t.shape],
+            [f"{n} {list(s)}, must be {list(expected[n])}" for n, s in shapes.items() if s != expected[n]],
         ),
     ]
     found = [f"{what}: {_some(which)}" for what, which in problems if which]

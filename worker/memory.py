@@ -6,9 +6,11 @@ import psutil
 import torch
 
 from moeray.comm.errors import CapacityError
+from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
 from moeray.worker.config import BLOCK_SIZE, WorkerConfig
 from moeray.worker.kv_cache import blocks_for
-from moeray.worker.models.config import DecoderConfig
+from moeray.worker.models.config import ModelConfig
+from moeray.worker.models.model import ServedModel
 
 # Of the memory that is free when a worker starts, the share that all caches of a host may take together.
 KV_SHARE = 0.5
@@ -28,7 +30,7 @@ class MemoryPlan:
     weights_bytes: int
 
 
-def choose_dtype(requested: str, config: DecoderConfig, device: str) -> str:
+def choose_dtype(requested: str, config: ModelConfig, device: str) -> str:
     """`auto` is the checkpoint's type on CUDA and on CPUs with matrix units for bf16, and fp32 on other CPUs.
 
     Without such units bf16 and fp16 products are many times slower than fp32's.
@@ -48,28 +50,28 @@ def free_memory_bytes(device: str) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def weights_bytes(config: DecoderConfig, num_experts: int, itemsize: int) -> int:
-    """Bytes of the weights of a worker that holds `num_experts` experts in each MoE layer."""
-    hidden = config.hidden_size
-    heads = (config.num_heads + config.num_kv_heads) * 2 * config.head_dim * hidden
-    expert = 3 * hidden * config.moe.intermediate_size
-    dense = 3 * hidden * config.dense_intermediate_size
-    num_dense = config.num_layers - config.num_moe_layers
-    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    moe = config.num_moe_layers * (num_experts * expert + config.num_experts * hidden)
-    return itemsize * (embeddings + config.num_layers * (heads + 2 * hidden) + num_dense * dense + moe)
+def weights_bytes(model: ServedModel, placement: ExpertPlacement | None, slot: int) -> int:
+    """Bytes of the weights that a worker loads: what all have, and its own experts."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for layer, runner in enumerate(model.moe_runners()):
+        experts = runner.routed_experts
+        seats = placement.seats_of(layer, slot) if placement else ()
+        num_empty = experts.num_seats - sum(expert != EMPTY_SEAT for expert in seats)
+        total -= num_empty * experts.seat_nbytes
+    return total
 
 
 def plan_memory(
-    worker: WorkerConfig, config: DecoderConfig, *, max_model_len: int, num_experts: int, dtype: str
+    worker: WorkerConfig, model: ServedModel, *, max_model_len: int, weights: int, free: int, dtype: str
 ) -> MemoryPlan:
-    """Size the KV cache. Raises `CapacityError` if weights or one sequence of full length do not fit."""
-    itemsize = TORCH_DTYPES[dtype].itemsize
-    weights = weights_bytes(config, num_experts, itemsize)
-    free = free_memory_bytes(worker.device)
+    """Size the KV cache, given the bytes of weights and those that were free before them.
+
+    Raises `CapacityError` if weights or one sequence of full length do not fit.
+    """
     if weights > free:
         raise CapacityError(f"the weights need {weights >> 20} MiB, {free >> 20} MiB are free")
-    block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * BLOCK_SIZE
+    numbers = sum(shape.numbers_per_token for shape in model.cache_shapes())
+    block = numbers * TORCH_DTYPES[dtype].itemsize * BLOCK_SIZE
     needed = (blocks_for(max_model_len) + 1) * block
     budget = worker.kv_cache_bytes
     if budget is None:

@@ -1,6 +1,8 @@
 """A checkpoint that is not on this node, read through a worker that has it."""
 
+import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +11,7 @@ import torch
 from moeray.comm.errors import CheckpointError
 from moeray.worker.config import Manifest
 from moeray.worker.loader import Checkpoint
-from moeray.worker.models.config import read_raw_config
+from moeray.worker.models.config_reader import read_raw_config
 
 # What a worker reads beside tensors.
 SMALL_FILES = ("config.json", "generation_config.json")
@@ -24,7 +26,7 @@ class CheckpointSource(Protocol):
         """Its small files, and what its tensors are."""
 
     def rows(self, name: str, first: int, count: int) -> bytes:
-        """Rows of a tensor (its first dim) as they are in memory."""
+        """Rows of a tensor as they are in memory; all its dims but the last count rows, a vector has rows of one."""
 
 
 class LocalSource:
@@ -43,8 +45,13 @@ class LocalSource:
         return Manifest(files=files, tensors=tensors)
 
     def rows(self, name: str, first: int, count: int) -> bytes:
-        piece = self._checkpoint.tensor(name)[first : first + count].contiguous()
+        tensor = self._checkpoint.tensor(name)
+        piece = tensor.view(_num_rows(tensor.shape), -1)[first : first + count].contiguous()
         return piece.view(torch.uint8).numpy().tobytes()
+
+
+def _num_rows(shape: Sequence[int]) -> int:
+    return math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
 
 
 class PeerCheckpoint(Checkpoint):
@@ -66,14 +73,20 @@ class PeerCheckpoint(Checkpoint):
         return tuple(self._tensors[name][1])
 
     def tensor(self, name: str) -> torch.Tensor:
-        type_name, shape = self._tensors[name]
-        dtype: torch.dtype = getattr(torch, type_name)
-        tensor = torch.empty(tuple(shape), dtype=dtype)
-        raw = tensor.view(torch.uint8).view(shape[0], -1)
+        return self._read(name, self.shape(name), 0)
+
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        shape = self.shape(name)[1:]
+        return self._read(name, shape, index * _num_rows(shape))
+
+    def _read(self, name: str, shape: tuple[int, ...], first_row: int) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, self._tensors[name][0])
+        tensor = torch.empty(shape, dtype=dtype)
+        raw = tensor.view(torch.uint8).view(_num_rows(shape), -1)
         step = max(1, CHUNK_BYTES // raw.shape[1])
-        for first in range(0, shape[0], step):
+        for first in range(0, raw.shape[0], step):
             part = raw[first : first + step]
-            payload = self._source.rows(name, first, part.shape[0])
+            payload = self._source.rows(name, first_row + first, part.shape[0])
             if len(payload) != part.numel():
                 raise CheckpointError(f"{name}: a peer sent {len(payload)} bytes, must be {part.numel()}")
             part.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8).view_as(part))

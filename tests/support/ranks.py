@@ -16,7 +16,7 @@ from moeray.worker.config import WorkerConfig
 from moeray.worker.kv_cache import BlockPool
 from moeray.worker.loaded_model import LoadedModel, load_model
 from moeray.worker.messages import SamplingParams, Submit
-from moeray.worker.models.registry import read_decoder_config
+from moeray.worker.models.registry import read_model_config
 from moeray.worker.request import Sequence as RequestSequence
 from moeray.worker.sampler import Sampler
 from moeray.worker.scheduler import Scheduler
@@ -72,7 +72,7 @@ class RankSet:
     """`size` ranks that serve one checkpoint. Use as a context manager."""
 
     def __init__(self, path: Path, size: int, **overrides: object) -> None:
-        config = read_decoder_config(path)
+        config = read_model_config(path)
         num_seats = -(-config.num_experts // size)
         placement = ExpertPlacement.contiguous(
             num_layers=config.num_moe_layers, num_experts=config.num_experts, slots=range(size), num_seats=num_seats

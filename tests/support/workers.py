@@ -28,7 +28,7 @@ from moeray.worker.messages import (
     TokenOutput,
     WorkerStats,
 )
-from moeray.worker.models.registry import read_decoder_config
+from moeray.worker.models.registry import read_model_config
 from moeray.worker.worker import Worker
 from tests.support.ranks import on_every_rank
 
@@ -50,7 +50,7 @@ class WorkerSet:
     """
 
     def __init__(self, path: Path, size: int, *, min_workers: int | None = None, **overrides: object) -> None:
-        config = read_decoder_config(path)
+        config = read_model_config(path)
         num_seats = -(-config.num_experts // (min_workers or size))
         self.client = new_key_pair()
         self.next_epoch = 1

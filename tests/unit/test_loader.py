@@ -14,7 +14,7 @@ from moeray.comm.errors import CapacityError, CheckpointError
 from moeray.comm.placement import ExpertPlacement
 from moeray.worker.config import WorkerConfig
 from moeray.worker.loaded_model import LoadedModel, load_model
-from moeray.worker.models.registry import read_decoder_config
+from moeray.worker.models.registry import read_model_config
 from moeray.worker.peer_checkpoint import LocalSource
 from tests.support.checkpoints import save_qwen3_moe
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def load(path: Path, *, size: int = 2, slot: int = 0, **fields: Any) -> LoadedModel:
-    config = read_decoder_config(path)
+    config = read_model_config(path)
     num_seats = fields.pop("num_seats", -(-config.num_experts // size))
     placement = ExpertPlacement.contiguous(
         num_layers=config.num_moe_layers, num_experts=config.num_experts, slots=range(size), num_seats=num_seats
@@ -111,7 +111,7 @@ def test_sharded_checkpoint_equals_the_single_file(tmp_path: Path) -> None:
 
 def test_progress_ends_at_one(checkpoint: Path) -> None:
     seen: list[float] = []
-    config = read_decoder_config(checkpoint)
+    config = read_model_config(checkpoint)
     placement = ExpertPlacement.contiguous(num_layers=config.num_moe_layers, num_experts=8, slots=(0,), num_seats=8)
     worker = WorkerConfig(model_path=str(checkpoint), num_seats=8, max_workers=1, kv_cache_bytes=32 << 20)
     load_model(worker, placement, 0, seen.append)
@@ -191,8 +191,8 @@ def test_tied_head_and_computed_buffers_may_be_there(tmp_path: Path) -> None:
     [
         ({"architectures": ["BertModel"]}, "'BertModel' is not supported"),
         ({"architectures": None}, "must name exactly one"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_parameters": {"rope_type": "spiral", "factor": 4.0}}, "rope_type is 'spiral'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"attention_sinks": 4}, "attention_sinks=4"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
@@ -205,32 +205,32 @@ def test_tied_head_and_computed_buffers_may_be_there(tmp_path: Path) -> None:
 def test_what_is_not_implemented_is_refused_by_name(checkpoint: Path, fields: dict[str, Any], message: str) -> None:
     edit_config(checkpoint, **fields)
     with pytest.raises(CheckpointError, match=message):
-        read_decoder_config(checkpoint)
+        read_model_config(checkpoint)
 
 
 def test_old_and_new_config_layouts_read_the_same(checkpoint: Path) -> None:
-    new = read_decoder_config(checkpoint)
+    new = read_model_config(checkpoint)
     raw = json.loads((checkpoint / "config.json").read_text())
     raw["num_experts"] = raw.pop("num_local_experts")
     raw["rope_theta"] = raw.pop("rope_parameters")["rope_theta"]
     raw["torch_dtype"] = raw.pop("dtype")
     raw["rope_scaling"] = None
     (checkpoint / "config.json").write_text(json.dumps(raw))
-    assert read_decoder_config(checkpoint) == new
+    assert read_model_config(checkpoint) == new
 
 
 def test_no_checkpoint_and_broken_json(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint directory"):
-        read_decoder_config(tmp_path / "nowhere")
+        read_model_config(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
-        read_decoder_config(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_eos_ids_join_both_files(checkpoint: Path) -> None:
     edit_config(checkpoint, eos_token_id=5)
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
-    assert read_decoder_config(checkpoint).eos_token_ids == (7, 5)
+    assert read_model_config(checkpoint).eos_token_ids == (7, 5)
 
 
 def test_too_little_memory_is_said_with_numbers(checkpoint: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_is_not_on_this_node_comes_from_a_peer(checkpoint: Pat
             return payload
 
     source = Counting(here.checkpoint)
-    config = read_decoder_config(checkpoint)
+    config = read_model_config(checkpoint)
     placement = ExpertPlacement.contiguous(num_layers=2, num_experts=config.num_experts, slots=range(2), num_seats=4)
     elsewhere = WorkerConfig(model_path=str(tmp_path / "no"), num_seats=4, max_workers=2, kv_cache_bytes=32 << 20)
     there = load_model(elsewhere, placement, 0, lambda _: None, source)

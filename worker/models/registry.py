@@ -1,18 +1,25 @@
-"""Which families there are, and the way from a checkpoint directory to its family. No torch here."""
+"""Which families there are, and the way from a checkpoint to its model. No torch is imported with this module."""
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moeray.comm.errors import CheckpointError
 from moeray.worker.models import qwen3_moe
-from moeray.worker.models.config import ConfigReader, DecoderConfig, read_raw_config
+from moeray.worker.models.config import DecoderConfig, ModelConfig
+from moeray.worker.models.config_reader import ConfigReader, read_raw_config
 from moeray.worker.models.family import Family
-from moeray.worker.models.weight_names import WeightNames
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (qwen3_moe.FAMILY,)}
+if TYPE_CHECKING:
+    from moeray.worker.models.model import ServedModel
+    from moeray.worker.moe.factory import MoEEnvironment
+
+NATIVE = (qwen3_moe.FAMILY,)
+FAMILIES: dict[str, Family] = {name: family for family in NATIVE for name in (family.architecture, *family.aliases)}
 
 
-def read_decoder_config(model_path: str | Path) -> DecoderConfig:
-    """The decoder that a checkpoint directory describes.
+def read_model_config(model_path: str | Path) -> ModelConfig:
+    """The model that a checkpoint directory describes.
 
     Raises `CheckpointError` for an unknown architecture, a missing or malformed field, and every field that changes
     the mathematics and is not implemented, each by name.
@@ -24,15 +31,29 @@ def read_decoder_config(model_path: str | Path) -> DecoderConfig:
     family = FAMILIES.get(names[0])
     if family is None:
         raise CheckpointError(f"{path}: architecture {names[0]!r} is not supported (supported: {', '.join(FAMILIES)})")
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"].get("quant_method")
-        raise CheckpointError(f"{path}: quantization_config.quant_method is {method!r}, which is not implemented")
     reader = ConfigReader(raw, path)
+    _check_quantization(reader, family)
     config = family.read_config(reader)
     reader.finish()
     return config
 
 
-def weight_names(config: DecoderConfig) -> WeightNames:
-    """How the config's family names its tensors on disk."""
-    return FAMILIES[config.architecture].weight_names
+def _check_quantization(reader: ConfigReader, family: Family) -> None:
+    quantization = reader.get("quantization_config")
+    method = None if quantization is None else quantization.get("quant_method")
+    if quantization is not None and method not in family.quant_methods:
+        raise CheckpointError(
+            f"{reader.path}: quantization_config.quant_method is {method!r}, which is not implemented "
+            f"(supported: {', '.join(family.quant_methods) or 'none'})"
+        )
+
+
+def make_model(
+    config: ModelConfig, present: Collection[str], environment: "MoEEnvironment", max_model_len: int
+) -> "ServedModel":
+    """The model that serves this config, with empty parameters; `present` are the names of the checkpoint's tensors."""
+    from moeray.worker.models.decoder import Decoder
+
+    assert isinstance(config, DecoderConfig)
+    names = FAMILIES[config.architecture].weight_names
+    return Decoder(config, names, present, environment, max_model_len)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -43,15 +44,20 @@ def FusedMoEFactory(
     intermediate_size: int,
     activation: str = "silu",
     internal_router: bool = True,
+    router_bias: bool = False,
+    router_dtype: torch.dtype | None = None,
+    expert_bias: bool = False,
     shared_experts: SharedExperts | None = None,
     routed_scaling_factor: float = 1.0,
+    weights_on_input: bool = False,
     input_transform: Transform | None = None,
     output_transform: Transform | None = None,
 ) -> MoERunner:
     """Build the `MoERunner` of MoE layer number `layer`, with room for `num_seats` experts and nothing loaded.
 
-    With `internal_router` the runner owns the gate's weight [E, D] and computes the logits itself. Raises `ValueError`
-    for an unknown activation.
+    With `internal_router` the runner owns the gate's weight [E, D], and its bias if there is one, and computes the
+    logits itself, in `router_dtype` if that is given. Raises `ValueError` for an unknown activation, and for
+    `weights_on_input` with more than one expert per token.
     """
     quant_method = environment.make_quant_method()
     routed_experts = RoutedExperts(
@@ -62,15 +68,18 @@ def FusedMoEFactory(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         activation=activation,
+        has_bias=expert_bias,
         dtype=environment.dtype,
         device=environment.device,
         row_exact=environment.row_exact,
         exchange=environment.exchange,
         quant_method=quant_method,
     )
-    gate_ED = None
+    gate_ED = gate_bias_E = None
+    parameter = partial(empty_parameter, dtype=router_dtype or environment.dtype, device=environment.device)
     if internal_router:
-        gate_ED = empty_parameter(num_experts, hidden_size, dtype=environment.dtype, device=environment.device)
+        gate_ED = parameter(num_experts, hidden_size)
+        gate_bias_E = parameter(num_experts) if router_bias else None
     return MoERunner(
         router=router,
         routed_experts=routed_experts,
@@ -78,8 +87,10 @@ def FusedMoEFactory(
         linear=RowLinear(environment.row_exact),
         expert_load=environment.expert_load,
         gate_ED=gate_ED,
+        gate_bias_E=gate_bias_E,
         shared_experts=shared_experts,
         routed_scaling_factor=routed_scaling_factor,
+        weights_on_input=weights_on_input,
         input_transform=input_transform,
         output_transform=output_transform,
     )

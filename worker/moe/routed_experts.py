@@ -27,6 +27,7 @@ class RoutedExperts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         activation: str,
+        has_bias: bool,
         dtype: torch.dtype,
         device: torch.device,
         row_exact: bool,
@@ -40,12 +41,18 @@ class RoutedExperts(nn.Module):
         self.top_k = top_k
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
+        self.has_bias = has_bias
         self.activation = gated_activation(activation)
         self.dtype = dtype
         self.device = device
         self.row_exact = row_exact
         self.exchange = exchange
         quant_method.create_weights(self)
+
+    @property
+    def seat_nbytes(self) -> int:
+        """Bytes of one seat."""
+        return sum(parameter.nbytes for parameter in self.parameters()) // self.num_seats
 
     def replace_weights(self, quant_method: FusedMoEMethodBase) -> None:
         """Drops the parameters of the old method and registers those of the new one (before loading only)."""

@@ -50,9 +50,11 @@ class FusedMoEMethodBase(ABC):
     def load_expert(
         self, layer: "RoutedExperts", seat: int, name: str, tensor: torch.Tensor, first_row: int = 0
     ) -> None:
-        """Writes rows of one checkpoint tensor ("gate", "up" or "down") of an expert into a seat, from `first_row` on.
+        """Writes rows of one weight of an expert into a seat, from `first_row` on.
 
-        Works before and after the kernel was built: a seat's contents may change while the kernel lives.
+        Names are "gate", "up" and "down" with shapes [F, D], [F, D] and [D, F], their biases "gate_bias" and so on, and
+        what else the method keeps of an expert. Works before and after the kernel was built: a seat's contents may
+        change while the kernel lives.
         """
 
     @property

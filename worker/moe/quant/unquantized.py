@@ -15,6 +15,15 @@ from moeray.worker.moe.kernel import FusedMoEKernel, PrepareFinalize
 from moeray.worker.moe.quant.base import FusedMoEMethodBase, FusedMoEQuantConfig
 from moeray.worker.moe.routed_experts import RoutedExperts
 
+PARAMETER_OF = {
+    "gate": "w13_S2FD",
+    "up": "w13_S2FD",
+    "down": "w2_SDF",
+    "gate_bias": "bias_13_S2F",
+    "up_bias": "bias_13_S2F",
+    "down_bias": "bias_2_SD",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
@@ -68,9 +77,13 @@ class UnquantizedExperts:
         w2_SDF: torch.Tensor,
         activation: GatedActivation,
         quant_config: FusedMoEQuantConfig,
+        bias_13_S2F: torch.Tensor | None = None,
+        bias_2_SD: torch.Tensor | None = None,
     ) -> None:
         self.w13_S2FD = w13_S2FD
         self.w2_SDF = w2_SDF
+        self.bias_13_S2F = bias_13_S2F
+        self.bias_2_SD = bias_2_SD
         self.activation = activation
         self.quant_config = quant_config
         self.linear = RowLinear(quant_config.row_exact)
@@ -85,23 +98,28 @@ class UnquantizedExperts:
         rows_QD = hidden_RD.index_select(0, groups.source_rows_Q)
         out_QD = torch.empty_like(rows_QD)
         for seat, start, end in groups.runs:
-            gate_up_M2F = self.linear(rows_QD[start:end], self.w13_S2FD[seat])
-            out_QD[start:end] = self.linear(self.activation(gate_up_M2F), self.w2_SDF[seat])
+            bias_2F = None if self.bias_13_S2F is None else self.bias_13_S2F[seat]
+            bias_D = None if self.bias_2_SD is None else self.bias_2_SD[seat]
+            gate_up_M2F = self.linear(rows_QD[start:end], self.w13_S2FD[seat], bias_2F)
+            out_QD[start:end] = self.linear(self.activation(gate_up_M2F), self.w2_SDF[seat], bias_D)
         return out_QD.index_select(0, groups.place_of_pair_P)
 
 
 class UnquantizedMoEMethod(FusedMoEMethodBase):
-    """Weights as in the checkpoint: w13 [S, 2F, D] (gate first) and w2 [S, D, F]."""
+    """Weights in the model's type: w13 [S, 2F, D] (gate first) and w2 [S, D, F], and biases if the experts have any."""
 
     def create_weights(self, layer: RoutedExperts) -> None:
         shape_13 = (layer.num_seats, 2 * layer.intermediate_size, layer.hidden_size)
         shape_2 = (layer.num_seats, layer.hidden_size, layer.intermediate_size)
-        for name, shape in (("w13_S2FD", shape_13), ("w2_SDF", shape_2)):
+        shapes: list[tuple[str, tuple[int, ...]]] = [("w13_S2FD", shape_13), ("w2_SDF", shape_2)]
+        if layer.has_bias:
+            shapes += [("bias_13_S2F", shape_13[:2]), ("bias_2_SD", shape_2[:2])]
+        for name, shape in shapes:
             layer.register_parameter(name, empty_parameter(*shape, dtype=layer.dtype, device=layer.device))
 
     def load_expert(self, layer: RoutedExperts, seat: int, name: str, tensor: torch.Tensor, first_row: int = 0) -> None:
-        weights = layer.get_parameter("w2_SDF" if name == "down" else "w13_S2FD").data[seat]
-        start = first_row + (layer.intermediate_size if name == "up" else 0)
+        weights = layer.get_parameter(PARAMETER_OF[name]).data[seat]
+        start = first_row + (layer.intermediate_size if name in ("up", "up_bias") else 0)
         weights[start : start + tensor.shape[0]].copy_(tensor)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
@@ -110,6 +128,11 @@ class UnquantizedMoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         quant_config = self.get_fused_moe_quant_config(layer)
         experts = UnquantizedExperts(
-            layer.get_parameter("w13_S2FD").data, layer.get_parameter("w2_SDF").data, layer.activation, quant_config
+            layer.get_parameter("w13_S2FD").data,
+            layer.get_parameter("w2_SDF").data,
+            layer.activation,
+            quant_config,
+            layer.get_parameter("bias_13_S2F").data if layer.has_bias else None,
+            layer.get_parameter("bias_2_SD").data if layer.has_bias else None,
         )
         self._moe_kernel = FusedMoEKernel(PrepareFinalize(layer.layer, layer.exchange, quant_config), experts)
