@@ -125,7 +125,7 @@ class ConfigReader:
     def num_layers(self) -> int:
         return self.integer("num_hidden_layers")
 
-    def heads(self) -> dict[str, int]:
+    def heads(self) -> dict[str, Any]:
         """Numbers of heads, and their size."""
         num_heads = self.integer("num_attention_heads")
         return {
@@ -158,12 +158,13 @@ class ConfigReader:
         head_dim: int,
         *,
         default_theta: float = 10000.0,
-        partial_rotary_factor: float | None = 1.0,
+        default_partial: float = 1.0,
+        may_be_partial: bool = False,
         interleaved: bool = False,
     ) -> RopeConfig:
         """The rotary embedding, in either of transformers' layouts; unknown kinds and parameters are refused by name.
 
-        `partial_rotary_factor` is what the family has, None if the config may say it.
+        `default_partial` is the family's share of dims that are rotated; `may_be_partial` lets the config say another.
         """
         parameters = dict(self.get("rope_parameters", "rope_scaling", default={}))
         kind = parameters.pop("rope_type", parameters.pop("type", "default"))
@@ -173,23 +174,20 @@ class ConfigReader:
                 f"{self.path}: rope_type is {kind!r}, which is not implemented (supported: {', '.join(ROPE_TYPES)})"
             )
         theta = self._first("rope_theta", parameters.pop("rope_theta", None), self.get("rope_theta"), default_theta)
-        given = self._first(
+        partial = self._first(
             "partial_rotary_factor",
             parameters.pop("partial_rotary_factor", None),
             self.get("partial_rotary_factor"),
-            1.0 if partial_rotary_factor is None else partial_rotary_factor,
+            default_partial,
         )
-        if partial_rotary_factor is not None and given != partial_rotary_factor:
-            raise CheckpointError(
-                f"{self.path}: partial_rotary_factor is {given}, which is not implemented "
-                f"(supported: {partial_rotary_factor})"
-            )
+        if partial != default_partial and not may_be_partial:
+            raise CheckpointError(f"{self.path}: partial_rotary_factor is {partial}, which is not implemented")
         fields = self._scaling(kind, parameters)
         if parameters:
             raise CheckpointError(f"{self.path}: rope_parameters has {sorted(parameters)}, which are not implemented")
-        dim = int(head_dim * given)
+        dim = int(head_dim * partial)
         if not 0 < dim <= head_dim or dim % 2:
-            raise CheckpointError(f"{self.path}: partial_rotary_factor {given} rotates {dim} of {head_dim} dims")
+            raise CheckpointError(f"{self.path}: partial_rotary_factor {partial} rotates {dim} of {head_dim} dims")
         return RopeConfig(type=kind, theta=theta, dim=dim, interleaved=interleaved, **fields)
 
     def _first(self, name: str, *values: Any) -> float:

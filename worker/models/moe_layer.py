@@ -43,7 +43,7 @@ def make_moe_layer(config: DecoderConfig, moe_layer: int, environment: MoEEnviro
 def _make_router(config: DecoderConfig, environment: MoEEnvironment) -> Router:
     moe = config.moe
     if moe.routing is not None:
-        return CustomRouter(top_k=moe.top_k, function=routing_function(moe.routing))
+        return CustomRouter(top_k=moe.top_k, function=routing_function(moe.routing, moe.router_jitter))
     bias_E = None
     if moe.selection_bias:
         bias_E = empty_parameter(moe.num_experts, dtype=torch.float32, device=environment.device)

@@ -134,7 +134,7 @@ COMMON_NAMES: Mapping[str, str | Stored] = {
 class WeightNames:
     """`places` maps places to tensors; `experts` are the layouts in use, of which the first that is there counts.
 
-    `ignored` are patterns of names that a checkpoint may carry unused; the default are tensors that are computed instead.
+    `ignored` are patterns of names that a checkpoint may carry unused, by default of tensors that are computed instead.
     `has_extra_layers`: layers behind the last one are for predicting several tokens at once, and are not used.
     """
 
