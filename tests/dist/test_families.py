@@ -58,17 +58,33 @@ def test_three_workers_give_the_same_bits(checkpoint: Path, reference: list[Gene
         assert torch.equal(ours.logits, wanted.logits)
 
 
+def test_in_fp16_shared_experts_and_all_else_leave_out_the_same_factor(tmp_path: Path) -> None:
+    first_token = SamplingParams(max_tokens=1, temperature=0.0)
+    path = save_family(tmp_path, "glm4_moe", routed_scaling_factor=4.0)
+    logits = {}
+    for dtype in ("fp32", "fp16"):
+        with RankSet(path, 1, dtype=dtype) as ranks:
+            logits[dtype] = torch.cat([result.logits for result in ranks.generate(prompts(), first_token)])
+    assert (logits["fp16"] - logits["fp32"]).abs().max() < 0.1 * logits["fp32"].std()
+
+
 def test_tokens_are_the_same_while_workers_come_and_go(checkpoint: Path, reference: list[Generated]) -> None:
+    """From two workers to three to one, which joined last: all experts have moved, and running requests went along."""
     with WorkerSet(checkpoint, 2, min_workers=1, **SETTINGS) as workers:
-        for lease, size in enumerate((2, 3, 1)):
-            if size != 2:
-                workers.reconfigure(range(size))
-            front_end = FrontEnd(workers.topology, workers.client, lease + 1)
-            front_end.attach()
+        front_end = FrontEnd(workers.topology, workers.client, 1)
+        front_end.attach()
+        following: list[tuple[int, ...]] = [(0, 1, 2), (2,), ()]
+        for slots in following:
+            serving = workers.topology.slots
             for number, prompt in enumerate(prompts()):
-                front_end.submit(number % size, str(number), prompt, GREEDY)
+                front_end.submit(serving[number % len(serving)], f"{serving}-{number}", prompt, GREEDY)
+            if slots:
+                workers.reconfigure(slots)
+                front_end.connect(workers.topology)
+                front_end.attach()
             for number, wanted in enumerate(reference):
-                wait_until(lambda seq_id=str(number): front_end.is_done(seq_id), f"{number} on {size}")  # type: ignore[misc]
-                assert front_end.token_ids(str(number)) == wanted.tokens
-            assert not front_end.failures
-            front_end.close()
+                seq_id = f"{serving}-{number}"
+                wait_until(lambda seq_id=seq_id: front_end.is_done(seq_id), seq_id)  # type: ignore[misc]
+                assert front_end.token_ids(seq_id) == wanted.tokens
+        assert not front_end.failures
+        front_end.close()

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from moeray.comm.errors import CheckpointError
 from moeray.comm.placement import ExpertPlacement
+from moeray.worker import expert_transfer
 from moeray.worker.config import WorkerConfig
 from moeray.worker.expert_transfer import SeatFill, fetch_experts, fill_seats
 from moeray.worker.loaded_model import LoadedModel, load_model
@@ -108,7 +109,10 @@ def test_only_own_experts_of_a_fused_tensor_are_read(fused: Path, monkeypatch: p
     assert not [name for name in whole if "experts" in name]
 
 
-def test_a_fused_expert_moves_alone_and_from_a_peer(fused: Path, separate: Path, tmp_path: Path) -> None:
+def test_a_fused_expert_moves_alone_and_from_a_peer(
+    fused: Path, separate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_transfer, "GROUP_BYTES", 2 * 3 * 64 * 48 * 4)  # two experts
     here, wanted = load(fused, size=4, slot=0), load(separate, size=4, slot=3)
     asked: list[int] = []
 
@@ -126,8 +130,11 @@ def test_a_fused_expert_moves_alone_and_from_a_peer(fused: Path, separate: Path,
         for runner in here.model.moe_runners():
             for parameter in runner.routed_experts.parameters():
                 parameter.data.zero_()
-        for _ in fill_seats(here.model, fetch_experts(here.model, checkpoint, fills)):
-            pass
+        groups = list(fetch_experts(here.model, checkpoint, fills))
+        assert [len(group) for group in groups] == [2, 2]
+        for group in groups:
+            for _ in fill_seats(here.model, group):
+                pass
         for ours, theirs in zip(here.model.moe_runners(), wanted.model.moe_runners(), strict=True):
             for found, right in zip(ours.routed_experts.parameters(), theirs.routed_experts.parameters(), strict=True):
                 assert torch.equal(found, right)

@@ -101,11 +101,6 @@ class ConfigReader:
             raise CheckpointError(f"{self.path}: {name} is {value!r}, must be true or false")
         return value
 
-    def choice(self, name: str, *allowed: Any, default: Any = None) -> Any:
-        """The key's value, which must be one of `allowed`."""
-        self.require(name, *allowed, *([] if default is None else [None]))
-        return self.get(name, default=default)
-
     def common(self, *, norm_eps: float, tied: bool = False) -> dict[str, Any]:
         """The fields of `DecoderConfig` that all families have, with the family's defaults."""
         return {
@@ -136,7 +131,8 @@ class ConfigReader:
 
     def activation(self) -> str:
         """The activation of experts and dense layers."""
-        return str(self.choice("hidden_act", *ACTIVATIONS, default="silu"))
+        self.require("hidden_act", *ACTIVATIONS)
+        return str(self.get("hidden_act", default="silu"))
 
     def window(self, name: str = "sliding_window", *, is_chunked: bool = False) -> KeyWindow | None:
         """The attention window of this key, None if it is absent or null."""

@@ -5,12 +5,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moeray.worker.models.weights import Split, WeightSource
+from moeray.worker.models.weights import Shape, Split, WeightSource
 
 if TYPE_CHECKING:
     import torch
 
-Shape = tuple[int, ...]
 # Shapes on disk of one expert's tensors, from hidden and intermediate size.
 ExpertShapes = Callable[[int, int], tuple[Shape, ...]]
 
