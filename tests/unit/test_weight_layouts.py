@@ -16,7 +16,10 @@ from moeray.worker.expert_transfer import SeatFill, fetch_experts, fill_seats
 from moeray.worker.loaded_model import LoadedModel, load_model
 from moeray.worker.loader import Checkpoint
 from moeray.worker.models.mxfp4 import decode_mxfp4
+from moeray.worker.models.place_targets import place_targets
 from moeray.worker.models.registry import read_model_config
+from moeray.worker.models.weight_names import Form, Stored, WeightNames
+from moeray.worker.models.weights import Place
 from moeray.worker.peer_checkpoint import LocalSource
 from tests.support.checkpoints import save_qwen3_moe
 from tests.support.families import FAMILIES, save_family
@@ -147,6 +150,28 @@ def test_a_wrong_shape_of_a_fused_tensor_is_named(fused: Path, tmp_path: Path) -
     tensors[name] = tensors[name][:7]
     with pytest.raises(CheckpointError, match=rf"{name} \[7, 64, 48\], must be \[8, 64, 48\]"):
         load(rewrite(fused, tmp_path / "cut", tensors))
+
+
+def test_places_that_share_a_tensor_lie_in_it_one_after_the_other() -> None:
+    """A fused projection, stored transposed and with the first place's rows reversed."""
+    target = torch.zeros(7, 3)
+    places = [
+        Place("q_proj", target[:4], 5, lambda rows: rows.flip(0)),
+        Place("k_proj", target[4:6], 5),
+        Place("v_proj", target[6:], 5),
+    ]
+    transposed = Form(lambda shape: (shape[1], shape[0]), lambda weight: weight.t())
+    fused = Stored(("old.{layer}.qkv", "new.{layer}.qkv"), transposed)
+    names = WeightNames(places=dict.fromkeys(("q_proj", "k_proj", "v_proj"), fused))
+    (found,) = place_targets(places, names, {"new.5.qkv"})
+    assert (found.source.names, found.source.shapes) == (("new.5.qkv",), ((3, 7),))
+    assert found.stores is not None
+    weight = torch.arange(21.0).view(3, 7)
+    for part, store in zip(found.source.split(weight), found.stores, strict=True):
+        store(part)
+    assert torch.equal(target, weight.t()[[3, 2, 1, 0, 4, 5, 6]])
+    (missing,) = place_targets(places, names, set())
+    assert missing.source.names == ("old.5.qkv",)
 
 
 # MXFP4
