@@ -9,8 +9,9 @@ ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def seat_bytes(decoder: ModelConfig, dtype: str) -> int:
-    """Bytes of one seat in every MoE layer: gate, up and down projection of an expert."""
-    per_layer = 3 * decoder.hidden_size * decoder.moe.intermediate_size
+    """Bytes of one seat in every MoE layer: gate, up and down projection of an expert, and their biases."""
+    hidden, inner = decoder.hidden_size, decoder.moe.intermediate_size
+    per_layer = 3 * hidden * inner + (2 * inner + hidden if decoder.moe.expert_bias else 0)
     return per_layer * decoder.num_moe_layers * ITEMSIZES[dtype]
 
 

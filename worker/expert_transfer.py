@@ -4,7 +4,7 @@ Only seats that the serving epoch leaves empty are written, so the serving epoch
 as they are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from moeray.worker.models.model import ServedModel
 
 # Bytes of the checkpoint that one slice copies: about a millisecond.
 SLICE_BYTES = 1 << 20
+# Bytes of experts that are read ahead of being copied.
+GROUP_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,14 @@ class FetchedExpert:
         return sum(tensor.nbytes for _, tensor in self.parts)
 
 
-def fetch_experts(model: ServedModel, checkpoint: Checkpoint, fills: list[SeatFill]) -> list[FetchedExpert]:
-    """Bring the experts into memory, in native calls that hold no lock: pages of a memory map, or from a peer."""
-    fetched = []
+def fetch_experts(
+    model: ServedModel, checkpoint: Checkpoint, fills: Iterable[SeatFill]
+) -> Iterator[list[FetchedExpert]]:
+    """Bring the experts into memory, in native calls that hold no lock: pages of a memory map, or from a peer.
+
+    They come in groups of about `GROUP_BYTES`, because what is decoded or comes from a peer takes memory of its own.
+    """
+    group: list[FetchedExpert] = []
     for fill in fills:
         parts: list[tuple[str, torch.Tensor]] = []
         for source in model.expert_parts(fill.layer, fill.expert):
@@ -72,8 +79,12 @@ def fetch_experts(model: ServedModel, checkpoint: Checkpoint, fills: list[SeatFi
             for tensor in tensors:
                 tensor.reshape(-1).view(torch.uint8)[::4096].sum()
             parts.extend(zip(source.parts, source.split(*tensors), strict=True))
-        fetched.append(FetchedExpert(fill, parts))
-    return fetched
+        group.append(FetchedExpert(fill, parts))
+        if sum(expert.nbytes for expert in group) >= GROUP_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def fill_seats(model: ServedModel, experts: list[FetchedExpert]) -> Iterator[None]:

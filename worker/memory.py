@@ -51,10 +51,12 @@ def free_memory_bytes(device: str) -> int:
 
 
 def weights_bytes(model: ServedModel, placement: ExpertPlacement | None, slot: int) -> int:
-    """Bytes of the weights that a worker loads: what all have, and its own experts."""
+    """Bytes of a worker's weights: what all have, and its own experts; empty seats take memory on CUDA only."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     for layer, runner in enumerate(model.moe_runners()):
         experts = runner.routed_experts
+        if experts.device.type != "cpu":
+            continue
         seats = placement.seats_of(layer, slot) if placement else ()
         num_empty = experts.num_seats - sum(expert != EMPTY_SEAT for expert in seats)
         total -= num_empty * experts.seat_nbytes

@@ -151,17 +151,18 @@ class Worker:
         # A worker whose step loop has ended serves nothing: it may be a joiner again.
         current = engine.topology.placement if engine is not None else None
         fills = seat_fills(current, topology.placement, self.slot)
-        experts = fetch_experts(loaded.model, loaded.checkpoint, fills)
         faults.reach("during_transfer")
-        steps = fill_seats(loaded.model, experts)
-        if engine is None:
-            for _ in steps:
-                pass
-        else:
-            done: Future[None] = Future()
-            self._post(Job(steps, done))
-            done.result()
-        num_bytes = sum(expert.nbytes for expert in experts)
+        num_bytes = 0
+        for experts in fetch_experts(loaded.model, loaded.checkpoint, fills):
+            steps = fill_seats(loaded.model, experts)
+            if engine is None:
+                for _ in steps:
+                    pass
+            else:
+                done: Future[None] = Future()
+                self._post(Job(steps, done))
+                done.result()
+            num_bytes += sum(expert.nbytes for expert in experts)
         return TransferReport(num_experts=len(fills), num_bytes=num_bytes, seconds=time.monotonic() - started)
 
     def hand_over(self, targets: tuple[int, ...]) -> "Future[int]":

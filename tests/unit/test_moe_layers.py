@@ -1,6 +1,5 @@
 """MoE layers: routing, activations, and what a `MoERunner` does around the dispatched experts."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from moeray.comm.exchange import ExpertExchange
 from moeray.comm.group import CommGroup
 from moeray.comm.placement import ExpertPlacement
 from moeray.comm.topology import Member, Topology
-from moeray.worker.models.linear import RowLinear, padded_rows
+from moeray.worker.models.linear import RowLinear
 from moeray.worker.moe.activation import ACTIVATIONS, gated_activation
 from moeray.worker.moe.expert_load import ROWS_PER_HALVING, ExpertLoad
 from moeray.worker.moe.factory import FusedMoEFactory, MoEEnvironment
@@ -89,11 +88,14 @@ def expected(runner: MoERunner, hidden: torch.Tensor, weights: torch.Tensor, ids
     activation = runner.routed_experts.activation
     w13 = runner.routed_experts.get_parameter("w13_S2FD").float()
     w2 = runner.routed_experts.get_parameter("w2_SDF").float()
+    b13, b2 = torch.zeros(len(w13), w13.shape[1]), torch.zeros(len(w2), w2.shape[1])
+    if runner.routed_experts.has_bias:
+        b13, b2 = (runner.routed_experts.get_parameter(name) for name in ("bias_13_S2F", "bias_2_SD"))
     out = torch.zeros(hidden.shape)
     for token, row in enumerate(hidden.float()):
         for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
-            inner = activation((w13[expert] @ row).unsqueeze(0))[0]
-            out[token] += weight * (w2[expert] @ inner)
+            inner = activation((w13[expert] @ row + b13[expert]).unsqueeze(0))[0]
+            out[token] += weight * (w2[expert] @ inner + b2[expert])
     return out
 
 
@@ -109,83 +111,7 @@ def shared(dtype: torch.dtype = torch.float32, gated: bool = False) -> SharedExp
     )
 
 
-# Routing
-
-
-def test_softmax_top_k_renormalised() -> None:
-    logits = torch.randn(5, EXPERTS)
-    router = TopKRouter(num_experts=EXPERTS, top_k=TOP_K, renormalize=True)
-    weights, ids = router.select(torch.zeros(5, HIDDEN), logits)
-    values, best = torch.softmax(logits, -1).topk(TOP_K)
-    assert torch.equal(ids, best)
-    assert torch.allclose(weights, values / values.sum(-1, keepdim=True))
-    plain, _ = TopKRouter(num_experts=EXPERTS, top_k=TOP_K, renormalize=False).select(torch.zeros(5, 1), logits)
-    assert torch.equal(plain, values)
-
-
-@pytest.mark.parametrize(
-    ("scoring", "function"),
-    [
-        ("sigmoid", torch.sigmoid),
-        ("sqrtsoftplus", lambda x: F.softplus(x).sqrt()),
-        ("softmax", lambda x: torch.softmax(x, -1)),
-    ],
-)
-def test_scores_are_fp32(scoring: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    logits = torch.randn(4, EXPERTS).bfloat16()
-    router = TopKRouter(num_experts=EXPERTS, top_k=TOP_K, renormalize=False, scoring=scoring)
-    weights, _ = router.select(torch.zeros(4, 1), logits)
-    assert weights.dtype == torch.float32
-    assert torch.allclose(weights, function(logits.float()).topk(TOP_K).values)
-
-
-def test_bias_steers_the_choice_and_weights_stay_unbiased() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0, -3.0]])
-    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 5.0])
-    router = TopKRouter(num_experts=EXPERTS, top_k=2, renormalize=False, scoring="sigmoid", bias_E=bias)
-    weights, ids = router.select(torch.zeros(1, 1), logits)
-    assert ids.tolist() == [[5, 0]]
-    assert torch.allclose(weights, torch.sigmoid(torch.tensor([[-3.0, 2.0]])))
-
-
-def test_group_score_is_the_maximum_without_bias_and_the_best_two_with() -> None:
-    # Group 0 has the best single expert, group 1 the best pair, of 3 experts each.
-    logits = torch.tensor([[3.0, -9.0, -9.0, 2.0, 2.0, -9.0]])
-    common: dict[str, Any] = {
-        "num_experts": 6,
-        "top_k": 2,
-        "renormalize": False,
-        "scoring": "sigmoid",
-        "num_expert_groups": 2,
-        "topk_groups": 1,
-    }
-    _, by_maximum = TopKRouter(**common).select(torch.zeros(1, 1), logits)
-    assert by_maximum[0, 0].item() == 0
-    assert set(by_maximum[0].tolist()) <= {0, 1, 2}
-    _, by_pair = TopKRouter(**common, bias_E=torch.zeros(6)).select(torch.zeros(1, 1), logits)
-    assert set(by_pair[0].tolist()) == {3, 4}
-
-
-def test_a_single_group_is_plain_top_k() -> None:
-    logits = torch.randn(20, 8)
-    plain = TopKRouter(num_experts=8, top_k=3, renormalize=True)
-    grouped = TopKRouter(num_experts=8, top_k=3, renormalize=True, num_expert_groups=4, topk_groups=4)
-    for ours, theirs in zip(plain.select(logits, logits), grouped.select(logits, logits), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"top_k": 7}, "top_k"),
-        ({"num_expert_groups": 4}, "num_expert_groups"),
-        ({"num_expert_groups": 3, "topk_groups": 4}, "topk_groups"),
-        ({"num_expert_groups": 6, "topk_groups": 1}, "top_k"),
-    ],
-)
-def test_impossible_routers_are_refused_by_field(fields: dict[str, int], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        TopKRouter(**{"num_experts": 6, "top_k": 2, "renormalize": True, **fields})  # type: ignore[arg-type]
+# Routing by a function
 
 
 def test_custom_routing_function() -> None:
@@ -217,6 +143,14 @@ def test_activations(name: str) -> None:
         "swiglu_oai": gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
     }[name]
     assert torch.allclose(gated_activation(name)(torch.cat((gate, up), -1)), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations_keep_a_rows_bits_in_any_batch(name: str) -> None:
+    rows = torch.randn(13, 2 * 19)
+    whole = gated_activation(name)(rows)
+    for first, last in ((0, 1), (3, 6), (12, 13)):
+        assert torch.equal(gated_activation(name)(rows[first:last]), whole[first:last])
 
 
 def test_an_unknown_activation_is_refused_by_name() -> None:
@@ -294,6 +228,94 @@ def test_fp16_with_shared_experts_divides_the_shared_output_instead() -> None:
     assert torch.allclose(run(runner, hidden).float(), want, atol=2e-2)
 
 
+def test_fp16_with_shared_experts_does_not_overflow_where_scaling_would() -> None:
+    runner = make_runner(
+        environment(torch.float16, "fast"), routed_scaling_factor=5000.0, shared_experts=shared(torch.float16)
+    )
+    fill(runner)
+    hidden = torch.randn(5, HIDDEN).half() * 8
+    assert runner.gate_ED is not None
+    weights, ids = runner.router.select(hidden, F.linear(hidden, runner.gate_ED))
+    assert (expected(runner, hidden, weights, ids) * 5000.0).abs().max() > torch.finfo(torch.float16).max
+    assert run(runner, hidden).isfinite().all()
+
+
+def test_weights_are_renormalised_before_they_are_scaled() -> None:
+    runner = make_runner(
+        router=TopKRouter(num_experts=EXPERTS, top_k=TOP_K, renormalize=True, scoring="sigmoid"),
+        routed_scaling_factor=2.5,
+    )
+    fill(runner)
+    hidden = torch.randn(5, HIDDEN)
+    assert runner.gate_ED is not None
+    scores = torch.sigmoid(F.linear(hidden, runner.gate_ED))
+    best, ids = scores.topk(TOP_K)
+    want = expected(runner, hidden, best / best.sum(-1, keepdim=True) * 2.5, ids)
+    assert torch.allclose(run(runner, hidden), want, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("combine", ["exact", "fast"])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_no_shared_experts_on_every_path(dtype: torch.dtype, combine: str, factor: float) -> None:
+    runner = make_runner(environment(dtype, combine), routed_scaling_factor=factor, output_transform=lambda x: x + 1)
+    fill(runner)
+    hidden = torch.randn(5, HIDDEN).to(dtype)
+    assert runner.gate_ED is not None
+    weights, ids = runner.router.select(hidden, F.linear(hidden, runner.gate_ED))
+    want = expected(runner, hidden, weights, ids) * factor + 1
+    assert torch.allclose(run(runner, hidden).float(), want, atol=1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def test_weights_on_the_input_of_a_tokens_one_expert() -> None:
+    router = TopKRouter(num_experts=EXPERTS, top_k=1, renormalize=False, scoring="sigmoid")
+    runner = make_runner(router=router, weights_on_input=True, shared_experts=shared())
+    fill(runner)
+    hidden = torch.randn(6, HIDDEN)
+    assert runner.gate_ED is not None
+    assert runner.shared_experts is not None
+    weights, ids = router.select(hidden, F.linear(hidden, runner.gate_ED))
+    want = expected(runner, hidden * weights, torch.ones_like(weights), ids) + runner.shared_experts(hidden)
+    assert torch.allclose(run(runner, hidden), want, atol=1e-4)
+    with pytest.raises(ValueError, match="weights_on_input needs one expert per token, top_k is 2"):
+        make_runner(weights_on_input=True)
+
+
+def test_biases_of_router_and_experts_count() -> None:
+    runner = make_runner(router_bias=True, expert_bias=True, activation="swiglu_oai")
+    fill(runner)
+    hidden = torch.randn(5, HIDDEN)
+    assert runner.gate_ED is not None
+    assert runner.gate_bias_E is not None
+    weights, ids = runner.router.select(hidden, F.linear(hidden, runner.gate_ED, runner.gate_bias_E))
+    assert torch.allclose(run(runner, hidden), expected(runner, hidden, weights, ids), atol=1e-4)
+    seats = runner.routed_experts
+    assert seats.seat_nbytes == 4 * (3 * HIDDEN * INNER + 2 * INNER + HIDDEN)
+
+
+def test_most_experts_without_tokens() -> None:
+    def to_one(hidden: torch.Tensor, logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG001
+        return torch.ones(len(hidden), 1), torch.full((len(hidden), 1), 3)
+
+    runner = make_runner(router=CustomRouter(top_k=1, function=to_one))
+    fill(runner)
+    hidden = torch.randn(9, HIDDEN)
+    want = expected(runner, hidden, torch.ones(9, 1), torch.full((9, 1), 3))
+    assert torch.allclose(run(runner, hidden), want, atol=1e-4)
+
+
+def test_a_router_in_fp32_decides_in_fp32() -> None:
+    runner = make_runner(environment(torch.bfloat16, "fast"), router_dtype=torch.float32)
+    fill(runner)
+    assert runner.gate_ED is not None
+    assert runner.gate_ED.dtype == torch.float32
+    hidden = torch.randn(64, HIDDEN).bfloat16()
+    run(runner, hidden)
+    _, ids = runner.router.select(hidden, F.linear(hidden.float(), runner.gate_ED))
+    runner.expert_load.commit()
+    assert runner.expert_load.counts_LE[0].tolist() == torch.bincount(ids.reshape(-1), minlength=EXPERTS).tolist()
+
+
 def test_transforms_wrap_the_routed_part_only() -> None:
     runner = make_runner(shared_experts=shared(), input_transform=lambda x: x * 2.0, output_transform=lambda x: x + 1.0)
     fill(runner)
@@ -363,27 +385,6 @@ def test_grouping_puts_every_pair_in_its_seats_run(exact: bool) -> None:
         assert groups.source_rows_Q[place] == row
         assert any(run_seat == seat and start <= place < end for run_seat, start, end in groups.runs)
     assert all((end - start) % 4 == 0 for _, start, end in groups.runs)
-
-
-@pytest.mark.parametrize(
-    ("rows", "exact", "fast"), [(0, 0, 0), (1, 4, 1), (3, 4, 3), (5, 8, 8), (17, 24, 24), (65, 96, 96)]
-)
-def test_rows_are_padded_to_few_sizes(rows: int, exact: int, fast: int) -> None:
-    assert padded_rows(rows, exact=True) == exact
-    assert padded_rows(rows, exact=False) == fast
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(48, 128), (64, 10), (200, 64), (256, 512), (384, 96), (1024, 256)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_exact_rows_have_the_same_bits_whatever_their_number(inputs: int, outputs: int, biased: bool) -> None:
-    torch.manual_seed(0)
-    linear = RowLinear(True)
-    weight, x = torch.randn(outputs, inputs), torch.randn(600, inputs)
-    bias = torch.randn(outputs) if biased else None
-    whole = linear(x, weight, bias)
-    assert torch.allclose(whole, F.linear(x, weight, bias), atol=1e-3)
-    for count in (1, 2, 3, 4, 5, 7, 13, 31, 64, 65, 100, 129, 300, 512):
-        assert torch.equal(linear(x[600 - count :], weight, bias), whole[600 - count :]), count
 
 
 def test_load_counts_real_tokens_at_commit_only() -> None:

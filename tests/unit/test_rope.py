@@ -66,7 +66,7 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(name: str, p
             parameters[which] = parameters[which][: int(16 * partial)]
     config = MixtralConfig(head_dim=32, max_position_embeddings=512, rope_parameters=dict(parameters))
     frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
-    ours = reader_of({"rope_parameters": parameters}).rope(32, partial_rotary_factor=None)
+    ours = reader_of({"rope_parameters": parameters}).rope(32, may_be_partial=True)
     assert torch.equal(inverse_frequencies(ours), frequencies)
     assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
 

@@ -12,8 +12,8 @@ class MoEConfig:
     """The expert layers of a model; `layers` are the model's layers that have experts, in order.
 
     `scoring` turns router logits into scores; `renormalize` scales the selected weights to a sum of 1. `routing` names
-    a function of `moe/routing_functions.py` instead, which may take `router_jitter`. `selection_bias` is added to the scores for the selection only.
-    `weights_on_input` scales an expert's input instead of its output.
+    a function of `moe/routing_functions.py` instead, which takes `router_jitter`. `selection_bias` is added to scores
+    for the selection only. `weights_on_input` scales an expert's input instead of its output.
     """
 
     layers: tuple[int, ...]

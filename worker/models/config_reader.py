@@ -101,11 +101,6 @@ class ConfigReader:
             raise CheckpointError(f"{self.path}: {name} is {value!r}, must be true or false")
         return value
 
-    def choice(self, name: str, *allowed: Any, default: Any = None) -> Any:
-        """The key's value, which must be one of `allowed`."""
-        self.require(name, *allowed, *([] if default is None else [None]))
-        return self.get(name, default=default)
-
     def common(self, *, norm_eps: float, tied: bool = False) -> dict[str, Any]:
         """The fields of `DecoderConfig` that all families have, with the family's defaults."""
         return {
@@ -125,7 +120,7 @@ class ConfigReader:
     def num_layers(self) -> int:
         return self.integer("num_hidden_layers")
 
-    def heads(self) -> dict[str, int]:
+    def heads(self) -> dict[str, Any]:
         """Numbers of heads, and their size."""
         num_heads = self.integer("num_attention_heads")
         return {
@@ -136,7 +131,8 @@ class ConfigReader:
 
     def activation(self) -> str:
         """The activation of experts and dense layers."""
-        return str(self.choice("hidden_act", *ACTIVATIONS, default="silu"))
+        self.require("hidden_act", *ACTIVATIONS)
+        return str(self.get("hidden_act", default="silu"))
 
     def window(self, name: str = "sliding_window", *, is_chunked: bool = False) -> KeyWindow | None:
         """The attention window of this key, None if it is absent or null."""
@@ -158,12 +154,13 @@ class ConfigReader:
         head_dim: int,
         *,
         default_theta: float = 10000.0,
-        partial_rotary_factor: float | None = 1.0,
+        default_partial: float = 1.0,
+        may_be_partial: bool = False,
         interleaved: bool = False,
     ) -> RopeConfig:
         """The rotary embedding, in either of transformers' layouts; unknown kinds and parameters are refused by name.
 
-        `partial_rotary_factor` is what the family has, None if the config may say it.
+        `default_partial` is the family's share of dims that are rotated; `may_be_partial` lets the config say another.
         """
         parameters = dict(self.get("rope_parameters", "rope_scaling", default={}))
         kind = parameters.pop("rope_type", parameters.pop("type", "default"))
@@ -173,23 +170,20 @@ class ConfigReader:
                 f"{self.path}: rope_type is {kind!r}, which is not implemented (supported: {', '.join(ROPE_TYPES)})"
             )
         theta = self._first("rope_theta", parameters.pop("rope_theta", None), self.get("rope_theta"), default_theta)
-        given = self._first(
+        partial = self._first(
             "partial_rotary_factor",
             parameters.pop("partial_rotary_factor", None),
             self.get("partial_rotary_factor"),
-            1.0 if partial_rotary_factor is None else partial_rotary_factor,
+            default_partial,
         )
-        if partial_rotary_factor is not None and given != partial_rotary_factor:
-            raise CheckpointError(
-                f"{self.path}: partial_rotary_factor is {given}, which is not implemented "
-                f"(supported: {partial_rotary_factor})"
-            )
+        if partial != default_partial and not may_be_partial:
+            raise CheckpointError(f"{self.path}: partial_rotary_factor is {partial}, which is not implemented")
         fields = self._scaling(kind, parameters)
         if parameters:
             raise CheckpointError(f"{self.path}: rope_parameters has {sorted(parameters)}, which are not implemented")
-        dim = int(head_dim * given)
+        dim = int(head_dim * partial)
         if not 0 < dim <= head_dim or dim % 2:
-            raise CheckpointError(f"{self.path}: partial_rotary_factor {given} rotates {dim} of {head_dim} dims")
+            raise CheckpointError(f"{self.path}: partial_rotary_factor {partial} rotates {dim} of {head_dim} dims")
         return RopeConfig(type=kind, theta=theta, dim=dim, interleaved=interleaved, **fields)
 
     def _first(self, name: str, *values: Any) -> float:

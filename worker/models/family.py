@@ -12,8 +12,7 @@ from moeray.worker.models.weight_names import WeightNames
 class Family:
     """`architecture` is the name in config.json; `read_config` raises `CheckpointError` for what is not implemented.
 
-    `aliases` are names that older checkpoints use for it, and `quant_methods` are those whose checkpoints the weight names
-    can read.
+    `aliases` are names that older checkpoints use for it, and `quant_methods` are those whose checkpoints can be read.
     """
 
     architecture: str

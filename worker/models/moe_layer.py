@@ -40,10 +40,21 @@ def make_moe_layer(config: DecoderConfig, moe_layer: int, environment: MoEEnviro
     )
 
 
+def residual_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
+    """What the residual stream must be multiplied by, so that the MoE layers' outputs fit in.
+
+    In fp16 a layer with shared experts leaves its scaling factor out (see `MoERunner`): all else is then made as much
+    smaller, and the norms take it out (DeepSeek-V2's handling of overflow).
+    """
+    moe = config.moe
+    leaves_out = dtype == torch.float16 and moe.shared_intermediate_size > 0
+    return 1.0 / moe.routed_scaling_factor if leaves_out else 1.0
+
+
 def _make_router(config: DecoderConfig, environment: MoEEnvironment) -> Router:
     moe = config.moe
     if moe.routing is not None:
-        return CustomRouter(top_k=moe.top_k, function=routing_function(moe.routing))
+        return CustomRouter(top_k=moe.top_k, function=routing_function(moe.routing, moe.router_jitter))
     bias_E = None
     if moe.selection_bias:
         bias_E = empty_parameter(moe.num_experts, dtype=torch.float32, device=environment.device)
@@ -78,11 +89,13 @@ def mlp_places(mlp: MoERunner | SharedExperts, layer: int) -> Iterator[Place]:
     if isinstance(mlp, SharedExperts):
         yield from _dense_places(mlp, layer, "dense")
         return
-    for name, parameter in (("router", mlp.gate_ED), ("router_bias", mlp.gate_bias_E)):
+    for name, parameter in (
+        ("router", mlp.gate_ED),
+        ("router_bias", mlp.gate_bias_E),
+        ("selection_bias", mlp.selection_bias_E),
+    ):
         if parameter is not None:
             yield Place(name, parameter.data, layer)
-    if isinstance(mlp.router, TopKRouter) and mlp.router.bias_E is not None:
-        yield Place("selection_bias", mlp.router.bias_E.data, layer)
     if mlp.shared_experts is not None:
         yield from _dense_places(mlp.shared_experts, layer, "shared")
 

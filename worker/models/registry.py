@@ -5,7 +5,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeray.comm.errors import CheckpointError
-from moeray.worker.models import qwen3_moe
+from moeray.worker.models import (
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    llama4,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    phimoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from moeray.worker.models.config import DecoderConfig, ModelConfig
 from moeray.worker.models.config_reader import ConfigReader, read_raw_config
 from moeray.worker.models.family import Family
@@ -14,7 +25,18 @@ if TYPE_CHECKING:
     from moeray.worker.models.model import ServedModel
     from moeray.worker.moe.factory import MoEEnvironment
 
-NATIVE = (qwen3_moe.FAMILY,)
+NATIVE = (
+    qwen3_moe.FAMILY,
+    qwen2_moe.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
+    glm4_moe.FAMILY,
+    minimax_m2.FAMILY,
+    ernie4_5_moe.FAMILY,
+    phimoe.FAMILY,
+    gpt_oss.FAMILY,
+    llama4.FAMILY,
+)
 FAMILIES: dict[str, Family] = {name: family for family in NATIVE for name in (family.architecture, *family.aliases)}
 
 

@@ -5,12 +5,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moeray.worker.models.weights import Split, WeightSource
+from moeray.worker.models.weights import Shape, Split, WeightSource
 
 if TYPE_CHECKING:
     import torch
 
-Shape = tuple[int, ...]
 # Shapes on disk of one expert's tensors, from hidden and intermediate size.
 ExpertShapes = Callable[[int, int], tuple[Shape, ...]]
 
@@ -134,7 +133,7 @@ COMMON_NAMES: Mapping[str, str | Stored] = {
 class WeightNames:
     """`places` maps places to tensors; `experts` are the layouts in use, of which the first that is there counts.
 
-    `ignored` are patterns of names that a checkpoint may carry unused; the default are tensors that are computed instead.
+    `ignored` are patterns of names that a checkpoint may carry unused, by default of tensors that are computed instead.
     `has_extra_layers`: layers behind the last one are for predicting several tokens at once, and are not used.
     """
 

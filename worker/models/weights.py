@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from moeray.worker.models.weight_names import Shape
-
+Shape = tuple[int, ...]
 Split = Callable[..., "Sequence[torch.Tensor]"]
 Store = Callable[["torch.Tensor"], object]
 
@@ -42,7 +41,7 @@ class WeightSource:
     """
 
     names: tuple[str, ...]
-    shapes: "tuple[Shape, ...]"
+    shapes: tuple[Shape, ...]
     parts: tuple[str, ...]
     split: Split
     entry: int | None = None
