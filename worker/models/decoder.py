@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
-from moeray.worker.models.config import DecoderConfig
+from moeray.worker.models.config import DecoderConfig, LatentAttentionConfig
 from moeray.worker.models.grouped_query import GroupedQueryAttention
+from moeray.worker.models.latent_attention import LatentAttention
 from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.model import ForwardBatch, ServedModel
-from moeray.worker.models.moe_layer import dense_mlp, make_moe_layer, mlp_places
+from moeray.worker.models.moe_layer import dense_mlp, make_moe_layer, mlp_places, residual_scale
 from moeray.worker.models.norm import Norm
 from moeray.worker.models.paged_cache import CacheShape, PagedKVCache
 from moeray.worker.models.parameters import empty_parameter
@@ -33,9 +34,14 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, environment: MoEEnvironment) -> None:
         super().__init__()
         self.layer = layer
+        self.residual_scale = residual_scale(config, environment.dtype)
         self.input_norm = Norm(config, environment)
         self.post_norm = Norm(config, environment)
-        self.attention = GroupedQueryAttention(config, layer, environment)
+        self.attention: GroupedQueryAttention | LatentAttention = (
+            LatentAttention(config, layer, environment)
+            if isinstance(config.attention, LatentAttentionConfig)
+            else GroupedQueryAttention(config, layer, environment)
+        )
         self.mlp: MoERunner | SharedExperts
         if layer in config.moe.layers:
             self.mlp = make_moe_layer(config, config.moe.layers.index(layer), environment)
@@ -51,8 +57,13 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden_TD: torch.Tensor, positions: StepPositions, batch: ForwardBatch, cache: PagedKVCache
     ) -> torch.Tensor:
-        hidden_TD = hidden_TD + self.attention(self.input_norm(hidden_TD), positions, batch, cache)
+        attention_TD: torch.Tensor = self.attention(self.input_norm(hidden_TD), positions, batch, cache)
+        if self.residual_scale != 1.0:
+            attention_TD = attention_TD * self.residual_scale
+        hidden_TD = hidden_TD + attention_TD
         mlp_TD: torch.Tensor = self.mlp(self.post_norm(hidden_TD))
+        if self.residual_scale != 1.0 and isinstance(self.mlp, SharedExperts):
+            mlp_TD = mlp_TD * self.residual_scale
         return hidden_TD + mlp_TD
 
 
@@ -74,6 +85,7 @@ class Decoder(ServedModel):
         self.names = names
         self.present = present
         self.linear = RowLinear(environment.row_exact)
+        self.residual_scale = residual_scale(config, environment.dtype)
         parameter = partial(empty_parameter, dtype=environment.dtype, device=environment.device)
         self.embed = parameter(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, environment) for layer in range(config.num_layers))
@@ -142,6 +154,8 @@ class Decoder(ServedModel):
 
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         hidden_TD = self.embed.index_select(0, batch.token_ids_T)
+        if self.residual_scale != 1.0:
+            hidden_TD = hidden_TD * self.residual_scale
         positions = self.positions.at(batch.positions_T, hidden_TD.dtype)
         for layer in self.layers:
             hidden_TD = layer(hidden_TD, positions, batch, cache)

@@ -40,6 +40,17 @@ def make_moe_layer(config: DecoderConfig, moe_layer: int, environment: MoEEnviro
     )
 
 
+def residual_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
+    """What the residual stream must be multiplied by, so that the MoE layers' outputs fit in.
+
+    In fp16 a layer with shared experts leaves its scaling factor out (see `MoERunner`): all else is then made as much
+    smaller, and the norms take it out (DeepSeek-V2's handling of overflow).
+    """
+    moe = config.moe
+    leaves_out = dtype == torch.float16 and moe.shared_intermediate_size > 0
+    return 1.0 / moe.routed_scaling_factor if leaves_out else 1.0
+
+
 def _make_router(config: DecoderConfig, environment: MoEEnvironment) -> Router:
     moe = config.moe
     if moe.routing is not None:

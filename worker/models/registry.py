@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeray.comm.errors import CheckpointError
-from moeray.worker.models import qwen3_moe
+from moeray.worker.models import deepseek, qwen3_moe
 from moeray.worker.models.config import DecoderConfig, ModelConfig
 from moeray.worker.models.config_reader import ConfigReader, read_raw_config
 from moeray.worker.models.family import Family
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moeray.worker.models.model import ServedModel
     from moeray.worker.moe.factory import MoEEnvironment
 
-NATIVE = (qwen3_moe.FAMILY,)
+NATIVE = (qwen3_moe.FAMILY, deepseek.V2, deepseek.V3, deepseek.GLM4_MOE_LITE)
 FAMILIES: dict[str, Family] = {name: family for family in NATIVE for name in (family.architecture, *family.aliases)}
 
 

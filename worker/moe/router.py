@@ -26,13 +26,15 @@ class Router(Protocol):
 
 
 def scores_of(logits_TE: torch.Tensor, scoring: ScoringFunction) -> torch.Tensor:
-    """fp32 scores of router logits."""
+    """fp32 scores of router logits, whose bits do not depend on the number of rows."""
     logits_TE = logits_TE.float()
     if scoring == "softmax":
         return torch.softmax(logits_TE, dim=-1)
+    # Rows that are apart in memory are cut into vectors one by one, each in the same way.
+    scores_TE = logits_TE.new_empty((logits_TE.shape[0], logits_TE.shape[1] + 1))[:, :-1].copy_(logits_TE)
     if scoring == "sigmoid":
-        return torch.sigmoid(logits_TE)
-    return F.softplus(logits_TE).sqrt()
+        return scores_TE.sigmoid_()
+    return F.softplus(scores_TE).sqrt_()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,8 @@ class TopKRouter:
         return weights_TK, ids_TK
 
     def _mask_to_best_groups(self, choice_TE: torch.Tensor) -> torch.Tensor:
-        grouped_TGe = choice_TE.view(choice_TE.shape[0], self.num_expert_groups, -1)
+        group_size = self.num_experts // self.num_expert_groups
+        grouped_TGe = choice_TE.view(choice_TE.shape[0], self.num_expert_groups, group_size)
         if self.bias_E is None:
             group_scores_TG = grouped_TGe.amax(dim=-1)
         else:

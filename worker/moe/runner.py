@@ -27,7 +27,7 @@ class MoERunner(MoERunnerInterface):
     `weights_on_input` the one expert of a token gets the weighted row, and its output counts as it is.
     `routed_scaling_factor` multiplies the routed output, with and without shared experts; in fp16 with shared experts
     the shared output is divided by it instead, so that the sum does not overflow, and the factor is then missing from
-    the layer's output as a whole: the caller's next norm takes it out (DeepSeek-V2's published handling).
+    the layer's output as a whole: the model must make its residual stream as much smaller (`moe_layer.residual_scale`).
     """
 
     def __init__(
