@@ -1,7 +1,7 @@
 """What a model is, in the system's own terms. No torch here: the command line reads it too."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from moeray.comm.errors import CheckpointError
 from moeray.worker.models.rope_config import RopeConfig
@@ -134,10 +134,34 @@ class GroupedQueryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention; dims and ranks are named as in DeepSeek's configs. `layers` is as above.
+
+    A head's query and key have `qk_nope_head_dim` dims that are not rotated, then `qk_rope_head_dim` that are. Without
+    `q_lora_rank` queries are projected in one step.
+    """
+
+    temperature: ClassVar[None] = None
+
+    layers: tuple[LayerAttention, ...]
+    num_heads: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    scale: float
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
     """A native decoder's sizes and choices. `moe.layers` have experts, the other layers a dense MLP."""
 
-    attention: GroupedQueryConfig
+    attention: GroupedQueryConfig | LatentAttentionConfig
     norm_eps: float
     norm: Literal["rms", "layer"] = "rms"
     tie_word_embeddings: bool = False

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
-from moeray.worker.models.config import DecoderConfig
+from moeray.worker.models.config import DecoderConfig, LatentAttentionConfig
 from moeray.worker.models.grouped_query import GroupedQueryAttention
+from moeray.worker.models.latent_attention import LatentAttention
 from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.model import ForwardBatch, ServedModel
 from moeray.worker.models.moe_layer import dense_mlp, make_moe_layer, mlp_places, residual_scale
@@ -36,7 +37,11 @@ class DecoderLayer(nn.Module):
         self.residual_scale = residual_scale(config, environment.dtype)
         self.input_norm = Norm(config, environment)
         self.post_norm = Norm(config, environment)
-        self.attention = GroupedQueryAttention(config, layer, environment)
+        self.attention: GroupedQueryAttention | LatentAttention = (
+            LatentAttention(config, layer, environment)
+            if isinstance(config.attention, LatentAttentionConfig)
+            else GroupedQueryAttention(config, layer, environment)
+        )
         self.mlp: MoERunner | SharedExperts
         if layer in config.moe.layers:
             self.mlp = make_moe_layer(config, config.moe.layers.index(layer), environment)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moeray.worker.models.attention import paged_attention
-from moeray.worker.models.config import DecoderConfig
+from moeray.worker.models.config import DecoderConfig, GroupedQueryConfig
 from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.model import ForwardBatch
 from moeray.worker.models.norm import rms_norm
@@ -27,6 +27,7 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, environment: MoEEnvironment) -> None:
         super().__init__()
         attention = config.attention
+        assert isinstance(attention, GroupedQueryConfig)
         self.layer = layer
         self.config = attention
         self.eps = config.norm_eps

@@ -51,7 +51,7 @@ def _kernel_for(weight_OI: torch.Tensor) -> Callable[..., torch.Tensor]:
 class RowLinear:
     """y = x @ w.T + b, with bit-stable rows if `exact`.
 
-    Legend: M rows, I in, O out.
+    Legend: M rows, H heads, I in, O out.
     """
 
     exact: bool
@@ -65,6 +65,16 @@ class RowLinear:
         padded_MI = x_MI.new_zeros((num_padded, x_MI.shape[1]))
         padded_MI[:num_rows] = x_MI
         return kernel(padded_MI, weight_OI, bias_O)[:num_rows]
+
+    def per_head(self, x_MHI: torch.Tensor, weight_HIO: torch.Tensor) -> torch.Tensor:
+        """x @ w for each head with a weight of its own, [M, H, O], as one batched product."""
+        num_rows = x_MHI.shape[0]
+        num_padded = padded_rows(num_rows, exact=self.exact)
+        if num_padded != num_rows:
+            padded_MHI = x_MHI.new_zeros((num_padded, *x_MHI.shape[1:]))
+            padded_MHI[:num_rows] = x_MHI
+            x_MHI = padded_MHI
+        return torch.bmm(x_MHI.transpose(0, 1), weight_HIO).transpose(0, 1)[:num_rows]
 
     def warm_up(self, weights: Iterable[torch.Tensor], max_rows: int) -> None:
         """Meet every number of rows up to `max_rows` once for each distinct shape among `weights`."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeray.worker.models.config import DecoderConfig
+from moeray.worker.models.moe_layer import residual_scale
 from moeray.worker.models.parameters import empty_parameter
 from moeray.worker.models.weights import Place
 from moeray.worker.moe.factory import MoEEnvironment
@@ -21,11 +22,14 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, eps: float) -> t
 
 
 class Norm(nn.Module):
-    """The norm of hidden states that a config asks for: root mean square, or LayerNorm with a bias."""
+    """The norm of hidden states that a config asks for: root mean square, or LayerNorm with a bias.
+
+    The residual stream's scale goes into the square of what is normed, so it goes into `eps`, too.
+    """
 
     def __init__(self, config: DecoderConfig, environment: MoEEnvironment) -> None:
         super().__init__()
-        self.eps = config.norm_eps
+        self.eps = config.norm_eps * residual_scale(config, environment.dtype) ** 2
         self.weight = empty_parameter(config.hidden_size, dtype=environment.dtype, device=environment.device)
         self.bias = None
         if config.norm == "layer":

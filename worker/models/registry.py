@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from moeray.comm.errors import CheckpointError
 from moeray.worker.models import (
+    deepseek,
     ernie4_5_moe,
     glm4_moe,
     gpt_oss,
@@ -36,6 +37,9 @@ NATIVE = (
     phimoe.FAMILY,
     gpt_oss.FAMILY,
     llama4.FAMILY,
+    deepseek.V2,
+    deepseek.V3,
+    deepseek.GLM4_MOE_LITE,
 )
 FAMILIES: dict[str, Family] = {name: family for family in NATIVE for name in (family.architecture, *family.aliases)}
 

@@ -31,17 +31,18 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
 
 
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """How much YaRN sharpens attention for contexts `factor` times as long; the weight is DeepSeek's."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
     """How much YaRN scales cos and sin (Peng et al. 2023; the two mscales are DeepSeek's). Takes what it uses out."""
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     given = parameters.pop("attention_factor", None)
     over, under = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
     if given is not None:
         return float(given)
-    return mscale(over) / mscale(under) if over and under else mscale(1.0)
+    return yarn_mscale(factor, over) / yarn_mscale(factor, under) if over and under else yarn_mscale(factor)
 
 
 def longrope_attention_factor(parameters: dict[str, Any], factor: float, original_max: int) -> float:
