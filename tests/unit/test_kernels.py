@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from moeray.worker.kernels import library
-from moeray.worker.kernels.library import RowKernel, built_libraries, row_kernel
+from moeray.worker.kernels.library import FUNCTIONS, RowKernel, built_libraries, row_kernel
 from moeray.worker.models.linear import RowLinear
 
 LIBRARIES = [pytest.param(path, id=name) for name, path in built_libraries().items()]
+DTYPES = list(FUNCTIONS)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 31, 64, 100)
 # (inputs, outputs): multiples of the lanes and of the tiles, and neither.
 SHAPES = ((16, 8), (1024, 64), (200, 37), (48, 5), (7, 1), (513, 100))
@@ -29,7 +30,7 @@ def test_a_machine_with_a_compiler_has_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("path", LIBRARIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_products_are_right_and_a_rows_bits_its_own(path: Path, dtype: torch.dtype, inputs: int, outputs: int) -> None:
     torch.manual_seed(inputs)
@@ -45,11 +46,19 @@ def test_products_are_right_and_a_rows_bits_its_own(path: Path, dtype: torch.dty
         assert torch.equal(kernel(x[-count:], weight), whole[-count:]), count
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_instruction_sets_give_the_same_bits(dtype: torch.dtype) -> None:
     kernels = [RowKernel(path) for path in built_libraries().values()]
     x, weight = torch.randn(9, 333), weights(50, 333, dtype)
     assert len({tuple(kernel(x, weight).flatten().tolist()) for kernel in kernels}) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_weights_give_the_bits_of_the_same_numbers_in_fp32(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 200), weights(64, 200, dtype)
+    for path in built_libraries().values():
+        kernel = RowKernel(path)
+        assert torch.equal(kernel(x, weight), kernel(x, weight.float()))
 
 
 @pytest.mark.parametrize("path", LIBRARIES)

@@ -2,7 +2,7 @@
 //
 // Each sum has 16 partial sums, one for every k modulo 16, that are added up in a fixed order at the end. So a row's
 // bits depend neither on how many rows there are, nor on how they are cut into tiles, nor on the instruction set.
-// Weights are fp32, fp16 or int8 (with a scale for each output), in rows of K; x, bias and y are fp32.
+// Weights are fp32, fp16, bf16 or int8 (with a scale for each output), in rows of K; x, bias and y are fp32.
 //
 // Compiled once for each instruction set, see setup.py. Plain C at the border: it is loaded without torch.
 
@@ -28,6 +28,13 @@ constexpr size_t LINE_BYTES = 64;
 constexpr size_t MOST_ROWS = 6;
 constexpr size_t OUTPUTS_AT_ONCE = 8;
 
+struct Half {
+    uint16_t bits;
+};
+struct Brain {
+    uint16_t bits;
+};
+
 #if defined(__AVX512F__)
 
 struct Lanes {
@@ -35,8 +42,12 @@ struct Lanes {
 };
 inline Lanes zero() { return {_mm512_setzero_ps()}; }
 inline Lanes load(const float* from) { return {_mm512_loadu_ps(from)}; }
-inline Lanes load(const uint16_t* from) {
+inline Lanes load(const Half* from) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+}
+inline Lanes load(const Brain* from) {
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
 }
 inline Lanes load(const int8_t* from) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
@@ -55,10 +66,15 @@ struct Lanes {
 };
 inline Lanes zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline Lanes load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-inline Lanes load(const uint16_t* from) {
+inline Lanes load(const Half* from) {
     const __m128i* halves = reinterpret_cast<const __m128i*>(from);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
+inline __m256 widened(const Brain* from) {
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
+inline Lanes load(const Brain* from) { return {widened(from), widened(from + 8)}; }
 inline __m256 widened(const int8_t* from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
@@ -246,5 +262,6 @@ void multiply_with(const Product<W>& p, size_t num_threads) {
     }
 
 MOERAY_LINEAR(moeray_linear_f32, float)
-MOERAY_LINEAR(moeray_linear_f16, uint16_t)
+MOERAY_LINEAR(moeray_linear_f16, Half)
+MOERAY_LINEAR(moeray_linear_bf16, Brain)
 MOERAY_LINEAR(moeray_linear_i8, int8_t)

@@ -19,6 +19,7 @@ INSTRUCTION_SETS = (("avx512", ("AVX512",)), ("avx2", ("AVX2", "AVX512")))
 FUNCTIONS = {
     torch.float32: "moeray_linear_f32",
     torch.float16: "moeray_linear_f16",
+    torch.bfloat16: "moeray_linear_bf16",
     torch.int8: "moeray_linear_i8",
 }
 ARGUMENTS = (
@@ -45,7 +46,7 @@ class RowKernel:
 
     @staticmethod
     def takes(x_MI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-        """fp32 rows on a CPU, and weights of fp32, fp16 or int8."""
+        """fp32 rows on a CPU, and weights of fp32, fp16, bf16 or int8."""
         return x_MI.dtype == torch.float32 and weight_OI.dtype in FUNCTIONS and weight_OI.device.type == "cpu"
 
     def __call__(

@@ -78,7 +78,7 @@ class RowLinear:
         return self.kernel is None or not self.kernel.takes(x_MI, weight_OI)
 
     def warm_up(self, weights: Iterable[torch.Tensor], max_rows: int) -> None:
-        """Meet every number of rows up to `max_rows` once for each distinct shape among `weights`."""
+        """Meet every number of rows up to `max_rows` once for each distinct shape among `weights`, in their type."""
         by_shape = {tuple(weight.shape): weight for weight in weights}
         sizes = sorted({padded_rows(rows, exact=self.exact) for rows in range(1, max_rows + 1)})
         for weight_OI in by_shape.values():
