@@ -19,14 +19,14 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The stamp is what makes the second run quick: pip runs again only when what is to be installed has changed.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt worker/kernels/gemm.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "moeray needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-setup: $(STAMP)  ## Make .venv and install (again only if pyproject.toml or constraints.txt changed)
+setup: $(STAMP)  ## Make .venv and install (again only if what is to be installed changed)
 
 serve: setup  ## Serve the demo model with two workers (MODEL=, WORKERS=, PORT=, ARGS="--api-key ...")
 	@$(BIN)/moeray serve $(MODEL) --workers $(WORKERS) --port $(PORT) $(ARGS)
@@ -54,4 +54,4 @@ bench: setup  ## Measure a running server (ARGS="--concurrency 8 ...", see bench
 	$(BIN)/python benchmarks/serve.py $(ARGS)
 
 clean:  ## Remove caches and the virtual environment
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist worker/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -374,17 +374,20 @@ def test_halves_that_disagree_on_the_format_are_refused() -> None:
     assert "float16" in reason
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_grouping_puts_every_pair_in_its_seats_run(exact: bool) -> None:
+@pytest.mark.parametrize(("exact", "pads"), [(True, True), (False, True), (True, False)])
+def test_grouping_puts_every_pair_in_its_seats_run(exact: bool, pads: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     seats = torch.randint(-1, 5, (30, 3), generator=generator)
-    groups = group_by_seat(seats, exact=exact)
+    groups = group_by_seat(seats, exact=exact, pads=pads)
     pairs = [(row, seat) for row in range(30) for seat in seats[row].tolist() if seat >= 0]
     assert len(groups.place_of_pair_P) == len(pairs)
     for place, (row, seat) in zip(groups.place_of_pair_P.tolist(), pairs, strict=True):
         assert groups.source_rows_Q[place] == row
         assert any(run_seat == seat and start <= place < end for run_seat, start, end in groups.runs)
-    assert all((end - start) % 4 == 0 for _, start, end in groups.runs)
+    if pads:
+        assert all((end - start) % 4 == 0 for _, start, end in groups.runs)
+    else:
+        assert len(groups.source_rows_Q) == len(pairs)
 
 
 def test_load_counts_real_tokens_at_commit_only() -> None:

@@ -1,21 +1,25 @@
 """Dense projections whose rows do not depend on what else is in the batch.
 
-BLAS picks its inner loop by the number of rows, so the same row can come out with other bits in another batch. In fp32
-on CPU a number of rows that is a multiple of 4 always takes the same loop, in oneDNN as in MKL (docs/exactness.md has
-the measurements); the contents of the added rows do not matter. `exact` pads always; without it one to three rows go
-as they are, because a single row is a cheaper matrix-vector product.
+A BLAS picks its inner loop by the number of rows, so the same row can come out with other bits in another batch. For
+fp32 on CPU there is a kernel of our own (`worker/kernels`), which sums each row in the same order however many there
+are, and reads the weights of few rows about twice as fast. Where it was not compiled, the number of rows is padded: a
+multiple of 4 always takes the same loop, in oneDNN as in MKL (docs/exactness.md has the measurements); the contents of
+the added rows do not matter. `exact` pads always; without it one to three rows go as they are, because a single row is
+a cheaper matrix-vector product.
 
 oneDNN compiles code for every new number of rows (about a millisecond), so larger batches are padded to few sizes that
 `warm_up` meets before anything is served.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+
+from moeray.worker.kernels.library import RowKernel, row_kernel
 
 ROW_MULTIPLE = 4
 # (up to this many rows, padded to a multiple of this)
@@ -49,14 +53,17 @@ def _kernel_for(weight_OI: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class RowLinear:
-    """y = x @ w.T + b, with bit-stable rows if `exact`.
+    """y = x @ w.T + b, with bit-stable rows if `exact`. Without `kernel` rows are padded.
 
     Legend: M rows, H heads, I in, O out.
     """
 
     exact: bool
+    kernel: RowKernel | None = field(default_factory=row_kernel)
 
     def __call__(self, x_MI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        if self.kernel is not None and self.kernel.takes(x_MI, weight_OI):
+            return self.kernel(x_MI, weight_OI, bias_O)
         num_rows = x_MI.shape[0]
         num_padded = padded_rows(num_rows, exact=self.exact)
         kernel = _kernel_for(weight_OI)
@@ -76,10 +83,15 @@ class RowLinear:
             x_MHI = padded_MHI
         return torch.bmm(x_MHI.transpose(0, 1), weight_HIO).transpose(0, 1)[:num_rows]
 
+    def pads(self, x_MI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+        """Whether these rows are computed with others that pad them."""
+        return self.kernel is None or not self.kernel.takes(x_MI, weight_OI)
+
     def warm_up(self, weights: Iterable[torch.Tensor], max_rows: int) -> None:
-        """Meet every number of rows up to `max_rows` once for each distinct shape among `weights`."""
+        """Meet every number of rows up to `max_rows` once for each distinct shape among `weights`, in their type."""
         by_shape = {tuple(weight.shape): weight for weight in weights}
         sizes = sorted({padded_rows(rows, exact=self.exact) for rows in range(1, max_rows + 1)})
         for weight_OI in by_shape.values():
-            for rows in sizes:
-                self(weight_OI.new_zeros((rows, weight_OI.shape[1])), weight_OI)
+            if self.pads(weight_OI, weight_OI):
+                for rows in sizes:
+                    self(weight_OI.new_zeros((rows, weight_OI.shape[1])), weight_OI)

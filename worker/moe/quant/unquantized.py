@@ -27,7 +27,7 @@ PARAMETER_OF = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Pairs of one batch, sorted by seat; each seat's run is padded to a number of rows that keeps its bits.
+    """Pairs of one batch, sorted by seat; each seat's run may be padded to a number of rows that keeps its bits.
 
     `runs` are (seat, start, end) over the Q sorted places; `source_rows_Q` is the received row of each place and
     `place_of_pair_P` where each pair's result lies.
@@ -38,8 +38,8 @@ class ExpertGroups:
     place_of_pair_P: torch.Tensor
 
 
-def group_by_seat(seat_ids_RK: torch.Tensor, *, exact: bool) -> ExpertGroups:
-    """Sort a batch's pairs by seat; places that only pad a run repeat row 0."""
+def group_by_seat(seat_ids_RK: torch.Tensor, *, exact: bool, pads: bool = True) -> ExpertGroups:
+    """Sort a batch's pairs by seat. With `pads` runs are as long as `padded_rows`; what is added repeats row 0."""
     top_k = seat_ids_RK.shape[1]
     flat = seat_ids_RK.reshape(-1).cpu().numpy()
     pair_positions = np.flatnonzero(flat >= 0)
@@ -47,7 +47,7 @@ def group_by_seat(seat_ids_RK: torch.Tensor, *, exact: bool) -> ExpertGroups:
     order = np.argsort(seats_P, kind="stable")
     counts = np.bincount(seats_P)
     filled = np.flatnonzero(counts)
-    widths = padded_rows_of(counts[filled], exact=exact)
+    widths = padded_rows_of(counts[filled], exact=exact) if pads else counts[filled]
     ends = np.cumsum(widths)
     starts = ends - widths
     first_of_seat = np.cumsum(counts[filled]) - counts[filled]
@@ -67,8 +67,7 @@ def group_by_seat(seat_ids_RK: torch.Tensor, *, exact: bool) -> ExpertGroups:
 class UnquantizedExperts:
     """Grouped GEMMs as one matrix product per filled seat that got rows.
 
-    With `row_exact` each run is padded so that a row's bits do not depend on how many rows its expert got (see
-    `worker/models/linear.py`).
+    With `row_exact` a row's bits do not depend on how many rows its expert got (see `worker/models/linear.py`).
     """
 
     def __init__(
@@ -94,7 +93,8 @@ class UnquantizedExperts:
         return True, ""
 
     def apply(self, hidden_RD: torch.Tensor, seat_ids_RK: torch.Tensor) -> torch.Tensor:
-        groups = group_by_seat(seat_ids_RK, exact=self.quant_config.row_exact)
+        pads = self.linear.pads(hidden_RD, self.w13_S2FD[0])
+        groups = group_by_seat(seat_ids_RK, exact=self.quant_config.row_exact, pads=pads)
         rows_QD = hidden_RD.index_select(0, groups.source_rows_Q)
         out_QD = torch.empty_like(rows_QD)
         for seat, start, end in groups.runs:
