@@ -113,6 +113,7 @@ def dense_weights(model: Path, config: ModelConfig) -> tuple[float, int]:
         expert_load=ExpertLoad(num_layers=len(config.moe.layers), num_experts=config.moe.num_experts),
         num_seats=1,
         dtype=torch.float32,
+        weights_dtype=torch.float32,
         device=meta,
         row_exact=False,
     )

@@ -69,7 +69,8 @@ def serve(
         str | None, typer.Option(help="A running Ray cluster (host:port, or auto). [an embedded one]")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="What is computed in: auto, fp32, bf16 or fp16.")] = "auto",
+    weights: Annotated[str, typer.Option(help="What weights are stored in: auto, fp32, bf16 or fp16.")] = "auto",
     combine: Annotated[
         str, typer.Option(help="auto, exact (the same tokens for any number of workers) or fast.")
     ] = "auto",
@@ -115,6 +116,7 @@ def serve(
             ray_address=ray_address,
             device=device,
             dtype=dtype,
+            weights=weights,
             combine=combine,
             dispatcher=dispatcher,
             max_model_len=max_model_len,

@@ -17,6 +17,7 @@ DEPLOYMENT_FIELDS = (
     "spares",
     "device",
     "dtype",
+    "weights",
     "combine",
     "dispatcher",
     "max_model_len",
@@ -70,6 +71,7 @@ class ServeConfig:
     attach: bool = False
     device: str = "cpu"
     dtype: str = "auto"
+    weights: str = "auto"
     combine: str = "auto"
     dispatcher: str = "auto"
     max_model_len: int | None = None
@@ -193,6 +195,7 @@ class ServeConfig:
             max_workers=self.most_workers,
             device=self.device,
             dtype=self.dtype,
+            weights=self.weights,
             combine=self.combine,
             dispatcher=self.dispatcher,
             max_model_len=self.max_model_len,

@@ -75,4 +75,4 @@ class StartProgress:
         if view.model is not None:
             self.begin(GROUP, "connecting")
             if view.state == "serving":
-                self.done(GROUP, f"{view.model.dispatcher}; {view.model.dtype}")
+                self.done(GROUP, f"{view.model.dispatcher}; {view.model.dtype}, weights {view.model.weights}")

@@ -17,7 +17,7 @@ def seat_bytes(decoder: ModelConfig, dtype: str) -> int:
 
 def reserved_text(config: ServeConfig, decoder: ModelConfig, model: ModelView) -> str:
     """The limits of the deployment's size, and what each worker reserves so that no size between needs more."""
-    seats = model.num_seats * seat_bytes(decoder, model.dtype)
+    seats = model.num_seats * seat_bytes(decoder, model.weights)
     spares = f", {config.spares} spare" if config.spares else ""
     empty = "; empty seats are untouched memory" if config.device == "cpu" else ""
     return (

@@ -45,6 +45,9 @@ class WorkerReport(Protocol):
     def dtype(self) -> str: ...
 
     @property
+    def weights(self) -> str: ...
+
+    @property
     def combine(self) -> str: ...
 
     @property

@@ -289,6 +289,7 @@ class Membership:
         first = readies[0]
         return ModelView(
             dtype=first.dtype,
+            weights=first.weights,
             combine=first.combine,
             dispatcher=self.dispatcher,
             max_model_len=first.max_model_len,

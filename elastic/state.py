@@ -48,6 +48,7 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     public_key: str
     control: Address | None
     dtype: str
+    weights: str
     combine: str
     num_moe_layers: int
     num_experts: int

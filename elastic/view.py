@@ -39,6 +39,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers agreed on when they were ready."""
 
     dtype: str
+    weights: str
     combine: str
     dispatcher: str
     max_model_len: int

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from moeray.comm.calls import Address
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+WEIGHTS = ("auto", "fp32", "bf16", "fp16")
 COMBINE_MODES = ("auto", "exact", "fast")
 DISPATCHERS = ("auto", "loopback", "all_gather", "all_to_all")
 BLOCK_SIZE = 16
@@ -16,7 +17,8 @@ class WorkerConfig:
 
     `model_path` is a local directory with a checkpoint. `max_model_len` None takes the checkpoint's own limit.
     `kv_cache_bytes` None sizes the cache from free memory (see `worker/kv_cache.py`). `num_seats` is the number of
-    experts that a worker reserves room for, per layer. `max_num_batched_tokens` is the token budget of a step and
+    experts that a worker reserves room for, per layer. `dtype` is what is computed in, `weights` what projections are
+    stored in. `max_num_batched_tokens` is the token budget of a step and
     `max_num_seqs` the most sequences in it.
     """
 
@@ -25,6 +27,7 @@ class WorkerConfig:
     max_workers: int
     device: str = "cpu"
     dtype: str = "auto"
+    weights: str = "auto"
     combine: str = "auto"
     dispatcher: str = "auto"
     max_model_len: int | None = None
@@ -41,6 +44,7 @@ class WorkerConfig:
         for name, value, choices in (
             ("device", self.device, ("cpu", "cuda")),
             ("dtype", self.dtype, DTYPES),
+            ("weights", self.weights, WEIGHTS),
             ("combine", self.combine, COMBINE_MODES),
             ("dispatcher", self.dispatcher, DISPATCHERS),
         ):
@@ -91,6 +95,7 @@ class WorkerReady:
     endpoint: str
     public_key: str
     dtype: str
+    weights: str
     combine: str
     num_moe_layers: int
     num_experts: int

@@ -11,7 +11,14 @@ from moeray.comm.exchange import ExpertExchange
 from moeray.comm.placement import ExpertPlacement
 from moeray.worker.config import WorkerConfig
 from moeray.worker.loader import Checkpoint, load_weights
-from moeray.worker.memory import TORCH_DTYPES, choose_dtype, free_memory_bytes, plan_memory, weights_bytes
+from moeray.worker.memory import (
+    TORCH_DTYPES,
+    choose_dtype,
+    choose_weights,
+    free_memory_bytes,
+    plan_memory,
+    weights_bytes,
+)
 from moeray.worker.models.config import ModelConfig
 from moeray.worker.models.model import ServedModel
 from moeray.worker.models.paged_cache import PagedKVCache
@@ -33,6 +40,7 @@ class LoadedModel:
     expert_load: ExpertLoad
     max_model_len: int
     dtype: str
+    weights: str
     combine: str
     weights_bytes: int
 
@@ -66,6 +74,7 @@ def load_model(
     config = read_model_config(checkpoint.directory)
     max_model_len = choose_max_model_len(worker.max_model_len, config)
     dtype = choose_dtype(worker.dtype, config, worker.device)
+    stored = choose_weights(worker.weights, dtype, checkpoint.matrix_dtypes(), worker.device)
     combine = choose_combine(worker.combine, worker.device)
     exchange = ExpertExchange(combine=combine, dispatcher=worker.dispatcher, device=device)
     expert_load = ExpertLoad(num_layers=config.num_moe_layers, num_experts=config.num_experts)
@@ -74,6 +83,7 @@ def load_model(
         expert_load=expert_load,
         num_seats=worker.num_seats,
         dtype=TORCH_DTYPES[dtype],
+        weights_dtype=TORCH_DTYPES[stored],
         device=device,
         row_exact=combine == "exact" and dtype == "fp32" and worker.device == "cpu",
     )
@@ -96,6 +106,7 @@ def load_model(
         expert_load=expert_load,
         max_model_len=max_model_len,
         dtype=dtype,
+        weights=stored,
         combine=combine,
         weights_bytes=plan.weights_bytes,
     )

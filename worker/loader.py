@@ -20,6 +20,8 @@ from moeray.worker.models.weights import WeightSource, WeightTarget
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# safetensors' names of types.
+TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # How many tensors a message names before it counts the rest.
 NAMES_IN_MESSAGE = 5
 
@@ -59,6 +61,15 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As torch names it."""
+        stored: str = self._slice(name).get_dtype()
+        return TORCH_NAMES.get(stored, stored)
+
+    def matrix_dtypes(self) -> set[str]:
+        """The types of all tensors but vectors."""
+        return {self.dtype(name) for name in self.file_of if len(self.shape(name)) > 1}
 
     def _slice(self, name: str) -> Any:
         file_name = self.file_of[name]

@@ -1,5 +1,6 @@
 """How much memory a worker needs and gives to its KV cache, said before it is taken."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import psutil
@@ -8,6 +9,7 @@ import torch
 from moeray.comm.errors import CapacityError
 from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
 from moeray.worker.config import BLOCK_SIZE, WorkerConfig
+from moeray.worker.kernels.library import row_kernel
 from moeray.worker.kv_cache import blocks_for
 from moeray.worker.models.config import ModelConfig
 from moeray.worker.models.model import ServedModel
@@ -40,6 +42,24 @@ def choose_dtype(requested: str, config: ModelConfig, device: str) -> str:
     checkpoint_dtype = CHECKPOINT_DTYPES.get(config.checkpoint_dtype, "bf16")
     is_fast = device != "cpu" or (checkpoint_dtype == "bf16" and torch.cpu._is_amx_tile_supported())
     return checkpoint_dtype if is_fast else "fp32"
+
+
+def choose_weights(requested: str, dtype: str, stored: Collection[str], device: str) -> str:
+    """What projections are stored in; `stored` are the types of the checkpoint's matrices, named as torch does.
+
+    `auto` is their own type, if they share one that the kernel for few rows takes: that loses nothing, and a decode
+    step reads half of the bytes. Raises `ValueError` for a type that nothing can compute with here.
+    """
+    can_be_narrow = device == "cpu" and dtype == "fp32" and row_kernel() is not None
+    if requested == "auto":
+        own = {CHECKPOINT_DTYPES.get(name, dtype) for name in stored}
+        return own.pop() if can_be_narrow and len(own) == 1 else dtype
+    if requested != dtype and not can_be_narrow:
+        raise ValueError(
+            f"weights is {requested!r}, must be auto or {dtype}, the dtype: others need --dtype fp32 on a CPU, and a "
+            "compiler when moeray was installed"
+        )
+    return requested
 
 
 def free_memory_bytes(device: str) -> int:

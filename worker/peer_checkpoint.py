@@ -72,6 +72,9 @@ class PeerCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name][1])
 
+    def dtype(self, name: str) -> str:
+        return self._tensors[name][0]
+
     def tensor(self, name: str) -> torch.Tensor:
         return self._read(name, self.shape(name), 0)
 

@@ -83,6 +83,7 @@ class Worker:
             endpoint=self._inbox.endpoint,
             public_key=self._keys.public,
             dtype=loaded.dtype,
+            weights=loaded.weights,
             combine=loaded.combine,
             num_moe_layers=config.num_moe_layers,
             num_experts=config.num_experts,
@@ -137,8 +138,8 @@ class Worker:
             raise GroupError(f"epoch {topology.epoch} was discarded while slot {self.slot} built its group")
         exchange = loaded.exchange.prepare(topology, group, self.slot)
         self._prepared = PreparedEpoch(topology, group, exchange)
-        agreed = (topology.digest(), loaded.dtype, loaded.combine, exchange.choice.name, loaded.max_model_len)
-        return "/".join(map(str, agreed))
+        agreed = (loaded.dtype, loaded.weights, loaded.combine, exchange.choice.name, loaded.max_model_len)
+        return "/".join(map(str, (topology.digest(), *agreed)))
 
     def transfer(self, topology: Topology) -> TransferReport:
         """Fill the seats that this placement gives to this slot and the serving one does not.

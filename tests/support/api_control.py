@@ -53,6 +53,7 @@ def make_view(
     )
     model = ModelView(
         dtype="fp32",
+        weights="fp32",
         combine="exact",
         dispatcher="all_to_all",
         max_model_len=MAX_MODEL_LEN,

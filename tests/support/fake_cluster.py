@@ -115,6 +115,7 @@ class FakeMember(Member):
             public_key="k",
             control=Address(f"tcp://c:{self.slot}", "k"),
             dtype="fp32",
+            weights="fp32",
             combine="exact",
             num_moe_layers=NUM_LAYERS if placement is None else placement.num_layers,
             num_experts=self.process.cluster.num_experts,

@@ -83,6 +83,7 @@ class FakeWorkerControl(WorkerControl):
             endpoint=f"tcp://127.0.0.1:{20000 + self.slot}",
             public_key=self.client.public,
             dtype="fp32",
+            weights="fp32",
             combine="exact",
             num_moe_layers=NUM_LAYERS,
             num_experts=NUM_EXPERTS,

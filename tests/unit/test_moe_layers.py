@@ -50,6 +50,7 @@ def environment(dtype: torch.dtype = torch.float32, combine: str = "exact") -> M
         expert_load=ExpertLoad(num_layers=1, num_experts=EXPERTS),
         num_seats=EXPERTS,
         dtype=dtype,
+        weights_dtype=dtype,
         device=CPU,
         row_exact=combine == "exact",
     )

@@ -87,10 +87,12 @@ class Decoder(ServedModel):
         self.linear = RowLinear(environment.row_exact)
         self.residual_scale = residual_scale(config, environment.dtype)
         parameter = partial(empty_parameter, dtype=environment.dtype, device=environment.device)
-        self.embed = parameter(config.vocab_size, config.hidden_size)
+        projection = partial(empty_parameter, dtype=environment.weights_dtype, device=environment.device)
+        self.dtype = environment.dtype
+        self.embed = projection(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, environment) for layer in range(config.num_layers))
         self.norm = Norm(config, environment)
-        self.lm_head = self.embed if config.tie_word_embeddings else parameter(config.vocab_size, config.hidden_size)
+        self.lm_head = self.embed if config.tie_word_embeddings else projection(config.vocab_size, config.hidden_size)
         self.lm_head_bias = parameter(config.vocab_size) if config.lm_head_bias else None
         attention = config.attention
         ropes = [layer.rope for layer in attention.layers]
@@ -150,10 +152,10 @@ class Decoder(ServedModel):
         for runner in self.moe_runners()[:1]:
             weights.extend(weight[0] for weight in runner.routed_experts.parameters() if weight.dim() == 3)
         with torch.inference_mode():
-            self.linear.warm_up(weights, max_rows)
+            self.linear.warm_up(weights, max_rows, self.dtype)
 
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        hidden_TD = self.embed.index_select(0, batch.token_ids_T)
+        hidden_TD = self.embed.index_select(0, batch.token_ids_T).to(self.dtype)
         if self.residual_scale != 1.0:
             hidden_TD = hidden_TD * self.residual_scale
         positions = self.positions.at(batch.positions_T, hidden_TD.dtype)

@@ -37,8 +37,9 @@ class GroupedQueryAttention(nn.Module):
         self.q_size = attention.num_heads * attention.head_dim
         self.kv_size = attention.num_kv_heads * attention.head_dim
         parameter = partial(empty_parameter, dtype=environment.dtype, device=environment.device)
-        self.qkv_proj = parameter(self.q_size + 2 * self.kv_size, config.hidden_size)
-        self.o_proj = parameter(config.hidden_size, self.q_size)
+        projection = partial(empty_parameter, dtype=environment.weights_dtype, device=environment.device)
+        self.qkv_proj = projection(self.q_size + 2 * self.kv_size, config.hidden_size)
+        self.o_proj = projection(config.hidden_size, self.q_size)
         self.qkv_bias = parameter(self.q_size + 2 * self.kv_size) if attention.qkv_bias else None
         self.o_bias = parameter(config.hidden_size) if attention.o_bias else None
         norm_sizes = {"head": (attention.head_dim, attention.head_dim), "full": (self.q_size, self.kv_size)}

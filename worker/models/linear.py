@@ -87,11 +87,12 @@ class RowLinear:
         """Whether these rows are computed with others that pad them."""
         return self.kernel is None or not self.kernel.takes(x_MI, weight_OI)
 
-    def warm_up(self, weights: Iterable[torch.Tensor], max_rows: int) -> None:
-        """Meet every number of rows up to `max_rows` once for each distinct shape among `weights`, in their type."""
+    def warm_up(self, weights: Iterable[torch.Tensor], max_rows: int, dtype: torch.dtype) -> None:
+        """Meet every number of rows up to `max_rows`, of this type, once for each distinct shape among `weights`."""
         by_shape = {tuple(weight.shape): weight for weight in weights}
         sizes = sorted({padded_rows(rows, exact=self.exact) for rows in range(1, max_rows + 1)})
         for weight_OI in by_shape.values():
-            if self.pads(weight_OI, weight_OI):
+            most_MI = weight_OI.new_zeros((max(sizes, default=0), weight_OI.shape[1]), dtype=dtype)
+            if self.pads(most_MI, weight_OI):
                 for rows in sizes:
-                    self(weight_OI.new_zeros((rows, weight_OI.shape[1])), weight_OI)
+                    self(most_MI[:rows], weight_OI)

@@ -78,7 +78,7 @@ def dense_mlp(
         intermediate_size=intermediate_size,
         activation=activation,
         linear=RowLinear(environment.row_exact),
-        dtype=environment.dtype,
+        dtype=environment.weights_dtype,
         device=environment.device,
         gated=gated,
     )

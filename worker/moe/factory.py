@@ -22,13 +22,15 @@ from moeray.worker.moe.shared_experts import SharedExperts
 class MoEEnvironment:
     """What all MoE layers of a worker share.
 
-    `row_exact`: a row's bits may not depend on its batch. `make_quant_method` is called once a layer.
+    `row_exact`: a row's bits may not depend on its batch. `make_quant_method` is called once a layer. Projections are
+    stored in `weights_dtype`, everything is computed in `dtype`.
     """
 
     exchange: ExpertExchange
     expert_load: ExpertLoad
     num_seats: int
     dtype: torch.dtype
+    weights_dtype: torch.dtype
     device: torch.device
     row_exact: bool
     make_quant_method: Callable[[], FusedMoEMethodBase] = UnquantizedMoEMethod
@@ -70,6 +72,7 @@ def FusedMoEFactory(
         activation=activation,
         has_bias=expert_bias,
         dtype=environment.dtype,
+        weights_dtype=environment.weights_dtype,
         device=environment.device,
         row_exact=environment.row_exact,
         exchange=environment.exchange,

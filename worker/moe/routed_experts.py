@@ -14,7 +14,8 @@ from moeray.worker.moe.quant.base import FusedMoEMethodBase
 class RoutedExperts(nn.Module):
     """Holds what a quantisation method registers on it; seats are filled by the loader and may change contents later.
 
-    `layer` counts MoE layers. `row_exact`: a row's result must not depend on the batch that it is in.
+    `layer` counts MoE layers. `row_exact`: a row's result must not depend on the batch that it is in. Rows and biases
+    have `dtype`, projections `weights_dtype`.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class RoutedExperts(nn.Module):
         activation: str,
         has_bias: bool,
         dtype: torch.dtype,
+        weights_dtype: torch.dtype,
         device: torch.device,
         row_exact: bool,
         exchange: ExpertExchange,
@@ -44,6 +46,7 @@ class RoutedExperts(nn.Module):
         self.has_bias = has_bias
         self.activation = gated_activation(activation)
         self.dtype = dtype
+        self.weights_dtype = weights_dtype
         self.device = device
         self.row_exact = row_exact
         self.exchange = exchange

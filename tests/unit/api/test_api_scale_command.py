@@ -153,6 +153,7 @@ def test_what_a_start_reserves_is_told() -> None:
     assert seat_bytes(decoder, "bf16") == 2 * per_expert
     model = ModelView(
         dtype="fp32",
+        weights="fp32",
         combine="exact",
         dispatcher="all_to_all",
         max_model_len=128,

@@ -88,7 +88,8 @@ class UnquantizedExperts:
         self.linear = RowLinear(quant_config.row_exact)
 
     def supports(self, quant_config: FusedMoEQuantConfig) -> tuple[bool, str]:
-        if quant_config.dispatch_dtype != self.w13_S2FD.dtype:
+        rows = torch.empty((0, self.w13_S2FD.shape[2]), dtype=quant_config.dispatch_dtype)
+        if rows.dtype != self.w13_S2FD.dtype and self.linear.pads(rows, self.w13_S2FD[0]):
             return False, f"weights are {self.w13_S2FD.dtype}, rows would be {quant_config.dispatch_dtype}"
         return True, ""
 
@@ -106,16 +107,16 @@ class UnquantizedExperts:
 
 
 class UnquantizedMoEMethod(FusedMoEMethodBase):
-    """Weights in the model's type: w13 [S, 2F, D] (gate first) and w2 [S, D, F], and biases if the experts have any."""
+    """w13 [S, 2F, D] (gate first) and w2 [S, D, F] as the layer stores weights, and biases if the experts have any."""
 
     def create_weights(self, layer: RoutedExperts) -> None:
         shape_13 = (layer.num_seats, 2 * layer.intermediate_size, layer.hidden_size)
         shape_2 = (layer.num_seats, layer.hidden_size, layer.intermediate_size)
-        shapes: list[tuple[str, tuple[int, ...]]] = [("w13_S2FD", shape_13), ("w2_SDF", shape_2)]
+        for name, shape in (("w13_S2FD", shape_13), ("w2_SDF", shape_2)):
+            layer.register_parameter(name, empty_parameter(*shape, dtype=layer.weights_dtype, device=layer.device))
         if layer.has_bias:
-            shapes += [("bias_13_S2F", shape_13[:2]), ("bias_2_SD", shape_2[:2])]
-        for name, shape in shapes:
-            layer.register_parameter(name, empty_parameter(*shape, dtype=layer.dtype, device=layer.device))
+            for name, shape in (("bias_13_S2F", shape_13[:2]), ("bias_2_SD", shape_2[:2])):
+                layer.register_parameter(name, empty_parameter(*shape, dtype=layer.dtype, device=layer.device))
 
     def load_expert(self, layer: RoutedExperts, seat: int, name: str, tensor: torch.Tensor, first_row: int = 0) -> None:
         weights = layer.get_parameter(PARAMETER_OF[name]).data[seat]
