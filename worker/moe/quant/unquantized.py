@@ -115,8 +115,9 @@ class UnquantizedMoEMethod(FusedMoEMethodBase):
         for name, shape in (("w13_S2FD", shape_13), ("w2_SDF", shape_2)):
             layer.register_parameter(name, empty_parameter(*shape, dtype=layer.weights_dtype, device=layer.device))
         if layer.has_bias:
-            for name, shape in (("bias_13_S2F", shape_13[:2]), ("bias_2_SD", shape_2[:2])):
-                layer.register_parameter(name, empty_parameter(*shape, dtype=layer.dtype, device=layer.device))
+            for name, num_outputs in (("bias_13_S2F", shape_13[1]), ("bias_2_SD", shape_2[1])):
+                bias = empty_parameter(layer.num_seats, num_outputs, dtype=layer.dtype, device=layer.device)
+                layer.register_parameter(name, bias)
 
     def load_expert(self, layer: RoutedExperts, seat: int, name: str, tensor: torch.Tensor, first_row: int = 0) -> None:
         weights = layer.get_parameter(PARAMETER_OF[name]).data[seat]
