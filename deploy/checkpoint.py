@@ -79,7 +79,7 @@ def notes(path: Path, generation_config: str) -> Notes:
     Raises `CheckpointError` for a tokenizer or a generation_config.json that cannot be read.
     """
     tokenizer, defaults = load_tokenizer(str(path)), SamplingDefaults.read(path, generation_config)
-    lines = [f"Requests that do not say it otherwise: {defaults.text()}{_origin(path, generation_config)}."]
+    lines = [f"Requests that do not say it otherwise: {defaults.text()}{_origin(path, defaults, generation_config)}."]
     if defaults.unsupported:
         lines.append(f"generation_config.json has settings without effect here: {', '.join(defaults.unsupported)}.")
     if not tokenizer.has_text:
@@ -87,12 +87,10 @@ def notes(path: Path, generation_config: str) -> Notes:
     return Notes(lines=tuple(lines), has_text=tokenizer.has_text)
 
 
-def _origin(path: Path, generation_config: str) -> str:
-    if not (path / FILE).is_file():
-        return ""
-    if generation_config == "none":
+def _origin(path: Path, defaults: SamplingDefaults, generation_config: str) -> str:
+    if generation_config == "none" and (path / FILE).is_file():
         return f" ({FILE} left out)"
-    return f" ({FILE}; --generation-config none leaves it out)"
+    return "" if defaults == SamplingDefaults() else f" ({FILE}; --generation-config none leaves it out)"
 
 
 def check_served(config: ModelConfig, model: ModelView, deployment: str) -> None:

@@ -18,4 +18,5 @@ def not_finite_text(model: ModelView) -> str:
     """Names the tensors with NaNs or infinities."""
     names = model.not_finite
     rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"The checkpoint has NaNs or infinities in {', '.join(names[:NAMES_SHOWN])}{rest}: expect no sense of it."
+    listed = ", ".join(names[:NAMES_SHOWN]) + rest
+    return f"The checkpoint has NaNs or infinities in {listed}: what it says may make no sense."

@@ -23,6 +23,7 @@ from moeray.worker.moe.quant.fp8 import Fp8MoEMethod, decode_fp8
 from moeray.worker.moe.quant.int8 import Int8MoEMethod
 from moeray.worker.moe.quant.options import QuantOptions
 from moeray.worker.moe.quant.unquantized import UnquantizedMoEMethod
+from moeray.worker.peer_checkpoint import LocalSource
 from tests.support.checkpoints import save_qwen3_moe
 from tests.support.quantized import (
     CHANNELS,
@@ -88,6 +89,20 @@ def test_an_experts_weight_takes_one_byte(
         assert scales / experts.num_seats < 0.1 * num_weights
     saved = sum(t.nbytes for t in plain.values()) - loaded.weights_bytes
     assert saved > 0.7 * sum(t.nbytes for name, t in plain.items() if "experts" in name)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_quantised_checkpoint_comes_from_a_peer_as_it_is(tmp_path: Path, name: str) -> None:
+    quantize, config = {"fp8": (to_fp8(), fp8_config()), "int8": (to_int8(packed=True), int8_config("pack-quantized"))}[
+        name
+    ]
+    here = load(save_quantized(tmp_path, quantize, config)[0])
+    worker = WorkerConfig(model_path=str(tmp_path / "no"), num_seats=8, max_workers=4, kv_cache_bytes=32 << 20)
+    placement = ExpertPlacement.contiguous(num_layers=2, num_experts=8, slots=range(1), num_seats=8)
+    there = load_model(worker, placement, 0, lambda _: None, LocalSource(here.checkpoint))
+    for ours, theirs in zip(there.model.parameters(), here.model.parameters(), strict=True):
+        assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
+    there.checkpoint.close()
 
 
 def test_decoding_fp8_is_exact_for_every_code() -> None:

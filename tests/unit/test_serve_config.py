@@ -136,7 +136,14 @@ def test_what_a_fault_means_reaches_front_end_and_controller() -> None:
 
 
 def test_a_front_end_alone_may_be_told_what_it_needs() -> None:
-    options = {"port": 0, "max_queue": 5, "max_num_seqs": 3, "max_workers": 9, "recovery_timeout_s": 2.0}
+    options = {
+        "port": 0,
+        "generation_config": "none",
+        "max_queue": 5,
+        "max_num_seqs": 3,
+        "max_workers": 9,
+        "recovery_timeout_s": 2.0,
+    }
     settings = config(attach=True, ray_address="auto", **options).server_settings(model_path="/m")
     assert (settings.max_queue, settings.max_inflight_per_worker, settings.max_workers) == (5, 3, 9)
     with pytest.raises(CheckpointError, match=r"MODEL has num_experts 16, what deployment 'x' serves has 17"):
@@ -223,6 +230,8 @@ def test_what_a_checkpoint_asks_for_and_lacks_is_told(tmp_path: Path) -> None:
     told = checkpoint.notes(path, "auto")
     assert told.has_text
     assert told.lines == ("Requests that do not say it otherwise: temperature 1.",)
+    (path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert checkpoint.notes(path, "auto") == told
     (path / "tokenizer.json").unlink()
     (path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "num_beams": 4}')
     sampling, unsupported, ids_only = checkpoint.notes(path, "auto").lines
