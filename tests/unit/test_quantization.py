@@ -301,6 +301,8 @@ def group(weights: dict[str, Any], **fields: Any) -> dict[str, Any]:
         (fp8_config(fmt="e5m2"), "fmt is 'e5m2'"),
         (fp8_config(surprise=1), "options that are not implemented: surprise=1"),
         (fp8_config(modules_to_not_convert="all"), "modules_to_not_convert is 'all'"),
+        (fp8_config(modules_to_not_convert=["*.gate"]), "no regular expression: nothing to repeat"),
+        (int8_config(ignore=["re:*gate"]), "no regular expression: nothing to repeat"),
         (int8_config("float-quantized"), "format is 'float-quantized', .*'pack-quantized'"),
         (int8_config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is"),
         (int8_config(sparsity_config={"format": "sparse-24"}), "sparsity_config="),

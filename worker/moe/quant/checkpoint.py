@@ -3,12 +3,14 @@
 Legend: O outputs, I inputs of a linear layer.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from moeray.comm.errors import CheckpointError
 from moeray.worker.models.weights import Split, WeightSource
 
 if TYPE_CHECKING:
@@ -20,6 +22,18 @@ if TYPE_CHECKING:
 
 FLOATS = ("float32", "bfloat16", "float16")
 WEIGHT = ".weight"
+
+
+@cache
+def any_of(patterns: tuple[str, ...], ending: str = "") -> re.Pattern[str]:
+    """One pattern for all of them, each with the same ending: lists of hundreds meet tens of thousands of modules.
+
+    Raises `CheckpointError` if one is no regular expression.
+    """
+    try:
+        return re.compile(f"(?:{'|'.join(f'(?:{pattern})' for pattern in patterns)}){ending}")
+    except re.error as error:
+        raise CheckpointError(f"quantization_config has a pattern that is no regular expression: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

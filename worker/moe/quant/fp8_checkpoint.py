@@ -1,11 +1,10 @@
 """Checkpoints in FP8 with a scale for each block of a weight, as DeepSeek-V3 introduced them. No torch here."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeray.worker.moe.quant.checkpoint import FLOATS, QuantizedCheckpoint, StoredTensor
+from moeray.worker.moe.quant.checkpoint import FLOATS, QuantizedCheckpoint, StoredTensor, any_of
 from moeray.worker.moe.quant.options import QuantOptions
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from moeray.worker.moe.quant.decoded import DecodeBuffer
 
 Block = tuple[int, int]
+BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class Fp8Checkpoint(QuantizedCheckpoint):
     def leaves_out(self, module: str) -> bool:
         """As transformers reads the list: a pattern for the beginning up to a dot or the end, or an ending."""
         patterns = self.modules_to_not_convert
-        return module.endswith(patterns) or any(
-            re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) for pattern in patterns
-        )
+        if not patterns:
+            return False
+        return module.endswith(patterns) or any_of(patterns, BOUNDARY).match(module) is not None
 
     def stored(self, module: str, shape: "Shape") -> tuple[StoredTensor, ...]:
         blocks = tuple(-(-size // edge) for size, edge in zip(shape, self.block, strict=True))

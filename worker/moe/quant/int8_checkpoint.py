@@ -1,11 +1,10 @@
 """Checkpoints of compressed-tensors with int8 weights and a scale for each output channel. No torch here."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeray.worker.moe.quant.checkpoint import FLOATS, QuantizedCheckpoint, StoredTensor
+from moeray.worker.moe.quant.checkpoint import FLOATS, QuantizedCheckpoint, StoredTensor, any_of
 from moeray.worker.moe.quant.options import QuantOptions
 
 if TYPE_CHECKING:
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from moeray.worker.moe.quant.base import FusedMoEMethodBase
     from moeray.worker.moe.quant.decoded import DecodeBuffer
 
+EXPRESSION = "re:"
 PACKED = "pack-quantized"
 FORMATS = ("int-quantized", "naive-quantized", PACKED)
 # Of a group's weights and input activations: what is only about how scales were found.
@@ -72,10 +72,8 @@ class Int8Checkpoint(QuantizedCheckpoint):
 
 
 def _names(patterns: tuple[str, ...], module: str) -> bool:
-    return any(
-        re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
-        for pattern in patterns
-    )
+    expressions = tuple(pattern.removeprefix(EXPRESSION) for pattern in patterns if pattern.startswith(EXPRESSION))
+    return module in patterns or (bool(expressions) and any_of(expressions).match(module) is not None)
 
 
 def read(options: QuantOptions) -> Int8Checkpoint:

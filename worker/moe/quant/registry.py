@@ -48,6 +48,7 @@ def read_quantization(raw: object, where: str, also: Collection[str] = ()) -> Qu
         reader = external[name].load()
     checkpoint = reader(options)
     options.finish()
+    checkpoint.leaves_out("")  # a list that cannot be read is refused before anything starts
     return checkpoint
 
 
