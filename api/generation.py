@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
+from moeray.api.defaults import SamplingDefaults
 from moeray.api.errors import invalid, not_found
 from moeray.api.formats import GenerateFormat
 from moeray.api.front_end import FrontEnd
+from moeray.api.id_tokenizer import IDS_ONLY
 from moeray.api.ledger import RequestEntry, SequenceEntry
 from moeray.api.metrics import Metrics
 from moeray.api.openai_formats import ChatFormat, CompletionFormat
@@ -17,7 +19,7 @@ from moeray.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, 
 from moeray.api.settings import ServerSettings
 from moeray.api.stop import StopMatcher
 from moeray.api.streaming import Reply
-from moeray.api.tokenizer import Tokenizer
+from moeray.api.token_text import TokenText
 
 GENERATE_MAX_TOKENS = 128
 COMPLETION_MAX_TOKENS = 16
@@ -27,10 +29,17 @@ class Generation:
     """The handlers, with what they need."""
 
     def __init__(
-        self, *, settings: ServerSettings, tokenizer: Tokenizer, front_end: FrontEnd, metrics: Metrics
+        self,
+        *,
+        settings: ServerSettings,
+        tokenizer: TokenText,
+        defaults: SamplingDefaults,
+        front_end: FrontEnd,
+        metrics: Metrics,
     ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
+        self._defaults = defaults
         self._front_end = front_end
         self._metrics = metrics
 
@@ -49,7 +58,7 @@ class Generation:
         if fields.input_ids is not None:
             field, prompt_ids = "input_ids", list(fields.input_ids)
         else:
-            field, prompt_ids = "prompt", (await self._tokenizer.encode([fields.prompt or ""]))[0]
+            field, prompt_ids = "prompt", (await self._encode([fields.prompt or ""]))[0]
         limits = PromptLimits(prompt_field=field, default_max_tokens=GENERATE_MAX_TOKENS)
         request = self._open(http, fields, [prompt_ids], limits)
         form = GenerateFormat(with_logprobs=fields.num_logprobs is not None)
@@ -65,7 +74,7 @@ class Generation:
             raise invalid("prompt is empty, must have at least one token", param="prompt")
         self._check_num_answers(len(prompts), fields.num_choices)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        prompt_ids = await self._tokenizer.encode(texts) if texts else [p for p in prompts if isinstance(p, list)]
+        prompt_ids = await self._encode(texts) if texts else [p for p in prompts if isinstance(p, list)]
         limits = PromptLimits(prompt_field="prompt", default_max_tokens=COMPLETION_MAX_TOKENS)
         request = self._open(http, fields, prompt_ids, limits)
         form = CompletionFormat(
@@ -124,8 +133,19 @@ class Generation:
         )
         raise invalid(f"{asked}, must be at most {limit}{why}", param="n" if num_prompts == 1 else "prompt")
 
+    async def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Raises `ApiError` (400) if there is no tokenizer."""
+        try:
+            return await self._tokenizer.encode(texts)
+        except ValueError as error:
+            raise invalid(str(error), param="prompt") from error
+
     def _text_of(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        if isinstance(prompt, str):
+            return prompt
+        if not self._tokenizer.has_text:
+            raise invalid(f"echo has no text to give back: {IDS_ONLY}", param="echo")
+        return self._tokenizer.decode(prompt)
 
     def _open(
         self,
@@ -136,10 +156,14 @@ class Generation:
     ) -> RequestEntry:
         """Make the ledger's entry: one sequence per prompt and choice."""
         model = self._front_end.require_model()
+        if fields.stops and not self._tokenizer.has_text:
+            raise invalid(f"stop cannot be looked for: {IDS_ONLY}", param="stop")
         request = RequestEntry(request_id=http.scope["moeray.request_id"], arrived_s=http.scope["moeray.arrived_s"])
         for prompt_ids in prompts:
             check_prompt(prompt_ids, model, limits.prompt_field)
-            params = sampling_params(fields, num_prompt_tokens=len(prompt_ids), model=model, limits=limits)
+            params = sampling_params(
+                fields, num_prompt_tokens=len(prompt_ids), model=model, limits=limits, defaults=self._defaults
+            )
             for index in range(fields.num_choices):
                 request.sequences.append(
                     SequenceEntry(

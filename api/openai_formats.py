@@ -7,7 +7,7 @@ from typing import Any
 
 from moeray.api.formats import encode_json, event, shown_logprob, usage_fields
 from moeray.api.ledger import Delta, RequestEntry, SequenceEntry, TokenLogprob
-from moeray.api.tokenizer import Tokenizer
+from moeray.api.token_text import TokenText
 
 
 class _OpenAIFormat(ABC):
@@ -16,7 +16,7 @@ class _OpenAIFormat(ABC):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, *, id_: str, model: str, tokenizer: Tokenizer, with_logprobs: bool, include_usage: bool) -> None:
+    def __init__(self, *, id_: str, model: str, tokenizer: TokenText, with_logprobs: bool, include_usage: bool) -> None:
         self._envelope = {"id": id_, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
@@ -48,7 +48,10 @@ class _OpenAIFormat(ABC):
 
 
 class CompletionFormat(_OpenAIFormat):
-    """`text_completion`. `echoes` are the texts of the prompts where the request wants them back."""
+    """`text_completion`. `echoes` are the texts of the prompts where the request wants them back.
+
+    Without a tokenizer the text is empty, and choices have `token_ids` beside it, as vLLM names them.
+    """
 
     whole_object = chunk_object = "text_completion"
 
@@ -57,7 +60,7 @@ class CompletionFormat(_OpenAIFormat):
         *,
         id_: str,
         model: str,
-        tokenizer: Tokenizer,
+        tokenizer: TokenText,
         with_logprobs: bool,
         include_usage: bool,
         echoes: Sequence[str] = (),
@@ -82,6 +85,7 @@ class CompletionFormat(_OpenAIFormat):
                 self._head,
                 b'{"index":%d,"text":' % sequence.choice,
                 encode_json(text),
+                b"" if self._tokenizer.has_text else b',"token_ids":' + encode_json(delta.token_ids),
                 b',"logprobs":',
                 logprobs,
                 b',"finish_reason":',
@@ -95,6 +99,7 @@ class CompletionFormat(_OpenAIFormat):
         return {
             "index": sequence.choice,
             "text": self._echo_of_choice.get(sequence.choice, "") + delta.text,
+            **({} if self._tokenizer.has_text else {"token_ids": delta.token_ids}),
             "logprobs": self._logprobs(delta) if self._with_logprobs else None,
             "finish_reason": delta.finish_reason,
         }
@@ -124,7 +129,7 @@ class ChatFormat(_OpenAIFormat):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *, id_: str, model: str, tokenizer: Tokenizer, with_logprobs: bool, include_usage: bool) -> None:
+    def __init__(self, *, id_: str, model: str, tokenizer: TokenText, with_logprobs: bool, include_usage: bool) -> None:
         super().__init__(
             id_=id_,
             model=model,

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moeray.api.defaults import SamplingDefaults
 from moeray.api.errors import invalid
 from moeray.api.schemas import SamplingFields
 from moeray.elastic.view import ModelView
@@ -15,7 +16,7 @@ SMALLEST_TOP_P = 1e-9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLimits:
     """What a kind of request allows. `prompt_field` is its name for the prompt; a `default_max_tokens` of
-    None is as many as fit, else the default is cut to what fits.
+    None is as many as fit, else the default is cut to what fits. The checkpoint's own default wins.
     """
 
     prompt_field: str
@@ -31,13 +32,18 @@ def check_prompt(prompt_ids: Sequence[int], model: ModelView, field: str) -> Non
 
 
 def sampling_params(
-    fields: SamplingFields, *, num_prompt_tokens: int, model: ModelView, limits: PromptLimits
+    fields: SamplingFields,
+    *,
+    num_prompt_tokens: int,
+    model: ModelView,
+    limits: PromptLimits,
+    defaults: SamplingDefaults,
 ) -> SamplingParams:
     """How to sample one prompt of a request. Without a seed it gets a random one here, and keeps it.
 
     Raises `ApiError` (400) that names the field, its value and the limit.
     """
-    max_tokens = _max_tokens(fields, num_prompt_tokens, model, limits)
+    max_tokens = _max_tokens(fields, num_prompt_tokens, model, limits, defaults)
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid(
@@ -47,11 +53,11 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_or(fields.temperature, 1.0),
-        top_k=max(0, fields.top_k or 0),
-        top_p=max(SMALLEST_TOP_P, _or(fields.top_p, 1.0)),
-        min_p=_or(fields.min_p, 0.0),
-        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        temperature=_or(fields.temperature, defaults.temperature),
+        top_k=max(0, defaults.top_k if fields.top_k is None else fields.top_k),
+        top_p=max(SMALLEST_TOP_P, _or(fields.top_p, defaults.top_p)),
+        min_p=_or(fields.min_p, defaults.min_p),
+        repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_or(fields.presence_penalty, 0.0),
         frequency_penalty=_or(fields.frequency_penalty, 0.0),
         seed=secrets.randbits(63) if fields.seed is None else fields.seed,
@@ -66,7 +72,13 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _max_tokens(fields: SamplingFields, num_prompt_tokens: int, model: ModelView, limits: PromptLimits) -> int:
+def _max_tokens(
+    fields: SamplingFields,
+    num_prompt_tokens: int,
+    model: ModelView,
+    limits: PromptLimits,
+    defaults: SamplingDefaults,
+) -> int:
     asked = getattr(fields, fields.limit_field)
     room = model.max_model_len - num_prompt_tokens
     if asked is None and room < 1:
@@ -85,7 +97,8 @@ def _max_tokens(fields: SamplingFields, num_prompt_tokens: int, model: ModelView
         )
     if asked is not None:
         return int(asked)
-    return room if limits.default_max_tokens is None else min(room, limits.default_max_tokens)
+    default = limits.default_max_tokens if defaults.max_tokens is None else defaults.max_tokens
+    return room if default is None else min(room, default)
 
 
 def _logit_bias(fields: SamplingFields, model: ModelView) -> dict[int, float]:

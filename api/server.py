@@ -8,6 +8,7 @@ from starlette.middleware import Middleware
 
 import moeray
 from moeray.api.control import ControlClient
+from moeray.api.defaults import SamplingDefaults
 from moeray.api.errors import install_error_handlers
 from moeray.api.faults import Faults
 from moeray.api.front_end import FrontEnd
@@ -18,7 +19,7 @@ from moeray.api.middleware import BodyLimit, KeyGuard, RefusalCounter, RequestId
 from moeray.api.operations import Operations
 from moeray.api.settings import ServerSettings
 from moeray.api.status import Status
-from moeray.api.tokenizer import Tokenizer
+from moeray.api.tokenizer import load_tokenizer
 
 # A front end that takes another's place listens when it can answer; who connects before waits in the backlog.
 SETTLE_S = 2.0
@@ -28,13 +29,17 @@ def create_app(settings: ServerSettings, control: ControlClient, *, link_factory
     """An app that attaches to the deployment when it starts and serves as soon as a worker does.
 
     `app.state.front_end` is its `FrontEnd`: `begin_drain()`, `await drained(timeout_s)`, `cause()`. Raises
-    `CheckpointError` if the tokenizer cannot be read. Workers are reached over ZeroMQ unless a `link_factory` is given.
+    `CheckpointError` if the tokenizer or generation_config.json cannot be read. Workers are reached over ZeroMQ
+    unless a `link_factory` is given.
     """
-    tokenizer = Tokenizer.load(settings.model_path)
+    tokenizer = load_tokenizer(settings.model_path)
+    defaults = SamplingDefaults.read(settings.model_path, settings.generation_config)
     metrics = Metrics()
     front_end = FrontEnd(settings, control, link_factory or SocketLinks(), metrics)
     metrics.registry.register(FrontEndCollector(front_end))
-    generation = Generation(settings=settings, tokenizer=tokenizer, front_end=front_end, metrics=metrics)
+    generation = Generation(
+        settings=settings, tokenizer=tokenizer, defaults=defaults, front_end=front_end, metrics=metrics
+    )
     operations = Operations(settings=settings, control=control, front_end=front_end)
     status = Status(settings=settings, tokenizer=tokenizer, front_end=front_end, generation=generation, metrics=metrics)
 

@@ -3,12 +3,15 @@
 import math
 from dataclasses import dataclass
 
+from moeray.api.defaults import GENERATION_CONFIGS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Settings of `create_app`.
 
-    `model_path` is a local directory with `tokenizer.json`. `max_inflight_per_worker` is how many sequences a
+    `model_path` is a local directory, with `tokenizer.json` if text is served. `generation_config` none leaves the
+    checkpoint's sampling defaults out. `max_inflight_per_worker` is how many sequences a
     worker gets at a time (its `max_num_seqs`); more wait here, shared by all workers, `max_queue` at most,
     and then clients get 429. `request_timeout_s` None lets a request take as long as it needs. While nothing
     serves, requests wait up to `recovery_timeout_s` and then end with an error. Without `api_key` generation is
@@ -18,6 +21,7 @@ class ServerSettings:
 
     model_path: str
     served_name: str
+    generation_config: str = "auto"
     api_key: str | None = None
     admin_key: str | None = None
     min_workers: int = 1
@@ -35,6 +39,9 @@ class ServerSettings:
         for name, text in (("model_path", self.model_path), ("served_name", self.served_name)):
             if not text:
                 raise ValueError(f"{name} is empty, must be given")
+        if self.generation_config not in GENERATION_CONFIGS:
+            choices = ", ".join(GENERATION_CONFIGS)
+            raise ValueError(f"generation_config is {self.generation_config!r}, must be one of {choices}")
         for name, key in (("api_key", self.api_key), ("admin_key", self.admin_key)):
             if key is not None and (not key or not key.isascii() or not key.isprintable()):
                 raise ValueError(f"{name} is given, must be printable ASCII and not empty")

@@ -11,11 +11,12 @@ from moeray.api.errors import invalid, not_found
 from moeray.api.formats import encode_json
 from moeray.api.front_end import FrontEnd
 from moeray.api.generation import Generation
+from moeray.api.id_tokenizer import IDS_ONLY
 from moeray.api.metrics import CONTENT_TYPE, Metrics
 from moeray.api.parsing import parse
 from moeray.api.schemas import DetokenizeRequest, TokenizeRequest
 from moeray.api.settings import ServerSettings
-from moeray.api.tokenizer import Tokenizer
+from moeray.api.token_text import TokenText
 
 
 def _json(body: object, status: int = 200) -> Response:
@@ -30,7 +31,7 @@ class Status:
         self,
         *,
         settings: ServerSettings,
-        tokenizer: Tokenizer,
+        tokenizer: TokenText,
         front_end: FrontEnd,
         generation: Generation,
         metrics: Metrics,
@@ -68,21 +69,24 @@ class Status:
         """Token ids of a text, or of a conversation after the chat template."""
         fields = parse(TokenizeRequest, await http.body())
         self._generation.check_model(fields.model)
+        try:
+            tokens = await self._token_ids(fields)
+        except ValueError as error:
+            raise invalid(str(error), param="messages" if fields.prompt is None else "prompt") from error
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len()})
+
+    async def _token_ids(self, fields: TokenizeRequest) -> list[int]:
         if fields.prompt is not None:
             special = fields.add_special_tokens is not False
-            tokens = (await self._tokenizer.encode([fields.prompt], add_special_tokens=special))[0]
-        else:
-            messages = [message.for_template() for message in fields.messages or ()]
-            try:
-                tokens = await self._tokenizer.encode_chat(messages)
-            except ValueError as error:
-                raise invalid(str(error), param="messages") from error
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len()})
+            return (await self._tokenizer.encode([fields.prompt], add_special_tokens=special))[0]
+        return await self._tokenizer.encode_chat([message.for_template() for message in fields.messages or ()])
 
     async def detokenize(self, http: Request) -> Response:
         """Text of token ids, special tokens included unless `skip_special_tokens`."""
         fields = parse(DetokenizeRequest, await http.body())
         self._generation.check_model(fields.model)
+        if not self._tokenizer.has_text:
+            raise invalid(IDS_ONLY, param="tokens")
         vocab_size = self._tokenizer.vocab_size
         if fields.tokens and max(fields.tokens) >= vocab_size:
             message = f"tokens has token id {max(fields.tokens)}, must be from 0 to {vocab_size - 1}"

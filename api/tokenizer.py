@@ -1,7 +1,9 @@
 """Text to token ids and back, from the checkpoint's own files, through the `tokenizers` library alone.
 
 transformers' AutoTokenizer would load torch into the front end (2 s, 250 MB); `tokenizer.json`,
-`tokenizer_config.json` and `chat_template.jinja` hold all that it would use.
+`tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja` hold all that it would use. Whether a text
+gets a BOS token is a matter of tokenizer.json's post-processor, as in transformers 5: `add_bos_token` of the config has
+no effect beside it.
 """
 
 import asyncio
@@ -15,16 +17,27 @@ import tokenizers
 
 from moeray.api.chat_template import ChatTemplate
 from moeray.api.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
+from moeray.api.id_tokenizer import IdTokenizer
+from moeray.api.token_text import TokenText
 from moeray.comm.errors import CheckpointError
+from moeray.worker.models.json_object import read_object
 
+TOKENIZER = "tokenizer.json"
 # About 2 ms of tokenising: longer texts go to a thread, so that running streams do not wait for them.
 MAX_CHARS_ON_LOOP = 4096
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
+def load_tokenizer(model_path: str) -> TokenText:
+    """The checkpoint's tokenizer; without tokenizer.json the one that knows ids only. See `Tokenizer.load`."""
+    return Tokenizer.load(model_path) if (Path(model_path) / TOKENIZER).is_file() else IdTokenizer()
+
+
 class Tokenizer:
     """One checkpoint's tokenizer. Safe to use from several threads: the library's `encode` and `decode` are."""
+
+    has_text = True
 
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
         # A padding or truncation left in tokenizer.json would silently change prompts.
@@ -40,9 +53,7 @@ class Tokenizer:
     @classmethod
     def load(cls, model_path: str) -> "Tokenizer":
         """Read the files of a checkpoint directory; raises `CheckpointError` naming the file."""
-        path = Path(model_path) / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing: the tokenizer must be in the tokenizers library's format")
+        path = Path(model_path) / TOKENIZER
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a malformed file
@@ -132,15 +143,8 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _load_template(folder: Path) -> ChatTemplate | None:
-    config_path = folder / "tokenizer_config.json"
-    config: dict[str, Any] = {}
-    if config_path.is_file():
-        try:
-            config = json.loads(config_path.read_text("utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{config_path} is no JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{config_path} is no JSON object")
+    # Older checkpoints have the special tokens in a file of their own.
+    config = {**_read_optional(folder / "special_tokens_map.json"), **_read_optional(folder / "tokenizer_config.json")}
     try:
         source = _template_source(folder, config)
         if source is None:
@@ -149,6 +153,11 @@ def _load_template(folder: Path) -> ChatTemplate | None:
         return ChatTemplate(source, tokens)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, an empty one if there is no file; raises `CheckpointError` naming it."""
+    return read_object(path) if path.is_file() else {}
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -165,7 +174,9 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        if "default" not in named:
+            raise ValueError(f"chat_template has {sorted(map(str, named))}, must have one named 'default'")
+        source = named["default"]
     if source is not None and not isinstance(source, str):
         raise ValueError("chat_template is no text")
     return source

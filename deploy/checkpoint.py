@@ -5,9 +5,12 @@ Cheap checks only, in the supervisor, before any process starts: a mistake costs
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from moeray.api.tokenizer import Tokenizer
+from moeray.api.defaults import FILE, SamplingDefaults
+from moeray.api.id_tokenizer import IDS_ONLY
+from moeray.api.tokenizer import load_tokenizer
 from moeray.comm.errors import CheckpointError
 from moeray.deploy.config import DEMO
 from moeray.elastic.view import ModelView
@@ -16,6 +19,8 @@ from moeray.worker.models.registry import read_model_config
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NEEDED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+# The same weights again, in the format of those who trained them.
+OTHER_FORMATS = ("original/*", "consolidated*")
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -41,7 +46,7 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(NEEDED_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(NEEDED_FILES), ignore_patterns=list(OTHER_FORMATS)))
     except LocalEntryNotFoundError:
         raise CheckpointError(f"{name}: no such directory, not in the hub's cache, no way to the hub") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
@@ -57,8 +62,35 @@ def inspect(path: Path) -> ModelConfig:
     for shard in _shards(path):
         if not (path / shard).is_file():
             raise CheckpointError(f"{path}: {shard} is missing")
-    Tokenizer.load(str(path))
     return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """What the user should know of a checkpoint, in lines, and whether it has a tokenizer."""
+
+    lines: tuple[str, ...]
+    has_text: bool
+
+
+def notes(path: Path, generation_config: str) -> Notes:
+    """Sampling defaults, and what is missing or has no effect.
+
+    Raises `CheckpointError` for a tokenizer or a generation_config.json that cannot be read.
+    """
+    tokenizer, defaults = load_tokenizer(str(path)), SamplingDefaults.read(path, generation_config)
+    lines = [f"Requests that do not say it otherwise: {defaults.text()}{_origin(path, defaults, generation_config)}."]
+    if defaults.unsupported:
+        lines.append(f"generation_config.json has settings without effect here: {', '.join(defaults.unsupported)}.")
+    if not tokenizer.has_text:
+        lines.append(f"No text: {IDS_ONLY}.")
+    return Notes(lines=tuple(lines), has_text=tokenizer.has_text)
+
+
+def _origin(path: Path, defaults: SamplingDefaults, generation_config: str) -> str:
+    if generation_config == "none" and (path / FILE).is_file():
+        return f" ({FILE} left out)"
+    return "" if defaults == SamplingDefaults() else f" ({FILE}; --generation-config none leaves it out)"
 
 
 def check_served(config: ModelConfig, model: ModelView, deployment: str) -> None:

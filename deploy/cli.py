@@ -64,6 +64,9 @@ def serve(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients use.")] = None,
+    generation_config: Annotated[
+        str, typer.Option(help="auto (sampling defaults from the checkpoint's generation_config.json) or none.")
+    ] = "auto",
     deployment: Annotated[str, typer.Option(help="Tells deployments in one Ray cluster apart.")] = "default",
     ray_address: Annotated[
         str | None, typer.Option(help="A running Ray cluster (host:port, or auto). [an embedded one]")
@@ -112,6 +115,7 @@ def serve(
             api_key=api_key,
             admin_key=admin_key,
             served_model_name=served_model_name,
+            generation_config=generation_config,
             deployment=deployment,
             ray_address=ray_address,
             device=device,
@@ -150,8 +154,8 @@ def generate(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution to sample from.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [the checkpoint's]")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus to sample from. [the checkpoint's]")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the end of the text.")] = False,

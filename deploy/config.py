@@ -66,6 +66,7 @@ class ServeConfig:
     api_key: str | None = None
     admin_key: str | None = None
     served_model_name: str | None = None
+    generation_config: str = "auto"
     deployment: str = "default"
     ray_address: str | None = None
     attach: bool = False
@@ -235,6 +236,7 @@ class ServeConfig:
         return ServerSettings(
             model_path=model_path,
             served_name=self.served_name,
+            generation_config=self.generation_config,
             api_key=self.api_key,
             admin_key=self.admin_key,
             min_workers=self.fewest_workers,

@@ -24,6 +24,7 @@ from moeray.deploy.config import ServeConfig
 from moeray.deploy.front_end_keeper import FrontEndKeeper
 from moeray.deploy.interrupts import Interrupted, Interrupts
 from moeray.deploy.launch import check_resources, create_controller, find_controller, worker_factory
+from moeray.deploy.loading import loaded_text, not_finite_text
 from moeray.deploy.news import News
 from moeray.deploy.processes import marks
 from moeray.deploy.progress import FRONT_END, RAY, StartProgress
@@ -43,16 +44,18 @@ FAILED_DRAIN_S = 2.0
 FRONT_END_EXIT_S = 5.0
 FRONT_END_START_S = 60.0
 EXAMPLE_PROMPT = "It was a dark evening, and"
+EXAMPLE_IDS = [1, 2, 3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that is decided before the first process starts. `factory` creates a worker's actor."""
+    """All that is decided before the first process starts. `factory` creates a worker's actor, `notes` are printed."""
 
     config: ServeConfig
     controller: ControllerConfig
     server: ServerSettings
     decoder: ModelConfig
+    notes: checkpoint.Notes
     factory: WorkerFactory
 
 
@@ -70,6 +73,7 @@ def make_plan(config: ServeConfig) -> Plan:
         controller=controller,
         server=config.server_settings(model_path=str(path)),
         decoder=decoder,
+        notes=checkpoint.notes(path, config.generation_config),
         factory=worker_factory(config, worker),
     )
 
@@ -260,14 +264,22 @@ class Supervisor:
         await asyncio.wait([task, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
 
+    def _say(self, text: str, *, style: str) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
     def _announce(self) -> None:
         config = self._plan.config
-        body = json.dumps({"prompt": EXAMPLE_PROMPT, "max_tokens": 120, "stream": True})
+        prompt = {"prompt": EXAMPLE_PROMPT} if self._plan.notes.has_text else {"input_ids": EXAMPLE_IDS}
+        body = json.dumps({**prompt, "max_tokens": 120, "stream": True})
         key = " -H 'authorization: Bearer '$MOERAY_API_KEY" if config.api_key else ""
         self._console.print(f"\n[bold]{config.served_name}[/bold] is served at [bold]{self._url}[/bold]")
         if self._model is not None and not config.attach:
-            reserved = reserved_text(config, self._plan.decoder, self._model)
-            self._console.print(reserved, style="dim", highlight=False, soft_wrap=True)
+            self._say(reserved_text(config, self._model), style="dim")
+            self._say(loaded_text(self._model), style="dim")
+        for note in self._plan.notes.lines:
+            self._say(note, style="dim")
+        if self._model is not None and self._model.not_finite:
+            self._say(not_finite_text(self._model), style="yellow")
         self._console.print("Try it:\n")
         curl = f"curl -N {self._url}/generate{key} -H 'content-type: application/json' -d '{body}'"
         self._console.print(curl, soft_wrap=True, markup=False, highlight=False)

@@ -74,6 +74,18 @@ class WorkerReport(Protocol):
     @property
     def buffer_bytes(self) -> int: ...
 
+    @property
+    def seat_bytes(self) -> int: ...
+
+    @property
+    def load_s(self) -> float: ...
+
+    @property
+    def load_peak_bytes(self) -> int: ...
+
+    @property
+    def not_finite(self) -> tuple[str, ...]: ...
+
 
 class Member(Protocol):
     """A handle on one incarnation of a worker. Every call may raise a one-line `MoerayError`."""

@@ -301,4 +301,8 @@ class Membership:
             kv_blocks_per_worker=min(ready.num_blocks for ready in readies),
             weights_bytes_per_worker=max(ready.weights_bytes for ready in readies),
             buffer_bytes_per_worker=max(ready.buffer_bytes for ready in readies),
+            seat_bytes=first.seat_bytes,
+            load_s=max(ready.load_s for ready in readies),
+            load_peak_bytes_per_worker=max(ready.load_peak_bytes for ready in readies),
+            not_finite=tuple(dict.fromkeys(name for ready in readies for name in ready.not_finite)),
         )

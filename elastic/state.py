@@ -58,6 +58,10 @@ class SavedReport(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     weights_bytes: int
     buffer_bytes: int
+    seat_bytes: int
+    load_s: float
+    load_peak_bytes: int
+    not_finite: tuple[str, ...]
 
     @classmethod
     def of(cls, report: WorkerReport) -> "SavedReport":

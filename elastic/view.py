@@ -36,7 +36,11 @@ class MemberView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers agreed on when they were ready."""
+    """What the workers agreed on when they were ready, and how they got there.
+
+    `seat_bytes` are those of one seat in every MoE layer. `load_s` and `load_peak_bytes_per_worker` (private memory)
+    are those of the worst; `not_finite` are tensors with NaNs or infinities.
+    """
 
     dtype: str
     weights: str
@@ -51,6 +55,10 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_per_worker: int
     weights_bytes_per_worker: int
     buffer_bytes_per_worker: int
+    seat_bytes: int
+    load_s: float
+    load_peak_bytes_per_worker: int
+    not_finite: tuple[str, ...]
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):

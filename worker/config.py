@@ -85,7 +85,9 @@ class Manifest:
 class WorkerReady:
     """What a worker answers once its weights are loaded and its inbox listens.
 
-    `control` is where its process takes commands, None if it is driven from within.
+    `seat_bytes` are those of one seat in every MoE layer, `load_peak_bytes` the most private memory that loading took,
+    `not_finite` tensors with NaNs or infinities. `control` is where its process takes commands, None if it is driven
+    from within.
     """
 
     slot: int
@@ -106,5 +108,8 @@ class WorkerReady:
     weights_bytes: int
     kv_cache_bytes: int
     buffer_bytes: int
+    seat_bytes: int
     load_s: float
+    load_peak_bytes: int
+    not_finite: tuple[str, ...]
     control: Address | None = None

@@ -10,7 +10,8 @@ from moeray.comm.errors import CapacityError
 from moeray.comm.exchange import ExpertExchange
 from moeray.comm.placement import ExpertPlacement
 from moeray.worker.config import WorkerConfig
-from moeray.worker.loader import Checkpoint, load_weights
+from moeray.worker.load_memory import LoadMemory
+from moeray.worker.loader import Checkpoint, LoadReport, load_weights
 from moeray.worker.memory import (
     TORCH_DTYPES,
     choose_dtype,
@@ -43,6 +44,7 @@ class LoadedModel:
     weights: str
     combine: str
     weights_bytes: int
+    report: LoadReport
 
 
 def choose_combine(requested: str, device: str) -> str:
@@ -87,11 +89,12 @@ def load_model(
         device=device,
         row_exact=combine == "exact" and dtype == "fp32" and worker.device == "cpu",
     )
+    memory = LoadMemory(device)
     free = free_memory_bytes(worker.device)
     model = _make_model(config, checkpoint, environment, max_model_len)
     weights = weights_bytes(model, placement, slot)
     plan = plan_memory(worker, model, max_model_len=max_model_len, weights=weights, free=free, dtype=dtype)
-    load_weights(model, checkpoint, placement, slot, on_progress)
+    report = load_weights(model, checkpoint, placement, slot, on_progress, memory)
     model.warm_up(worker.max_num_batched_tokens)
     capacity = BufferCapacity(max_workers=worker.max_workers, max_tokens=worker.max_num_batched_tokens)
     buffers = prepare_communication_buffer_for_model(model, capacity, device)
@@ -109,6 +112,7 @@ def load_model(
         weights=stored,
         combine=combine,
         weights_bytes=plan.weights_bytes,
+        report=report,
     )
 
 

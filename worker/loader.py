@@ -5,8 +5,10 @@ with the right shape, also those of experts that other workers hold; only header
 """
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,32 @@ from safetensors import SafetensorError, safe_open
 
 from moeray.comm.errors import CheckpointError
 from moeray.comm.placement import ExpertPlacement
+from moeray.worker.finite import is_finite
+from moeray.worker.load_memory import LoadMemory
 from moeray.worker.models.model import ServedModel
 from moeray.worker.models.weights import WeightSource, WeightTarget
+
+logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # safetensors' names of types.
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# What weights may be that are not quantised.
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # How many tensors a message names before it counts the rest.
 NAMES_IN_MESSAGE = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What was found out while loading. `peak_bytes`: of private memory, beyond what the process had before.
+
+    `not_finite` are the tensors with NaNs or infinities among those that were read.
+    """
+
+    peak_bytes: int
+    not_finite: tuple[str, ...]
 
 
 class Checkpoint:
@@ -89,12 +108,14 @@ class Checkpoint:
         return entry
 
     def tensors(self, source: WeightSource) -> list[torch.Tensor]:
-        """What a source reads, before it is split. Raises `CheckpointError` for integers where real numbers belong."""
+        """What a source reads, before it is split. Raises `CheckpointError` for a type that it is not made for."""
         entry = source.entry
         tensors = [self.tensor(name) if entry is None else self.entry(name, entry) for name in source.names]
-        for name, tensor in zip(source.names, tensors, strict=True):
-            if not (source.is_packed or tensor.is_floating_point()):
-                raise CheckpointError(f"{self.directory}: {name} has type {tensor.dtype}, must be floating point")
+        for number, (name, tensor) in enumerate(zip(source.names, tensors, strict=True)):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            dtypes = source.dtypes[number] if source.dtypes else () if source.is_packed else WEIGHT_DTYPES
+            if dtypes and kind not in dtypes:
+                raise CheckpointError(f"{self.directory}: {name} has type {kind}, must be {' or '.join(dtypes)}")
         return tensors
 
     def close(self) -> None:
@@ -109,21 +130,30 @@ def load_weights(
     placement: ExpertPlacement | None,
     slot: int,
     on_progress: Callable[[float], None],
-) -> None:
+    memory: LoadMemory,
+) -> LoadReport:
     """Fill the model's parameters and the slot's seats, then let every MoE layer build its kernel.
 
     Raises `CheckpointError` naming missing, extra and mis-shaped tensors before anything is read. `on_progress` gets
-    the fraction of tensors that are done.
+    the fraction of tensors that are done. NaNs and infinities are loaded, logged once and reported.
     """
     targets = list(model.weight_targets(placement, slot))
     _check_names(model, checkpoint, targets)
     wanted = [(target.source, target.stores) for target in targets if target.stores is not None]
+    not_finite: list[str] = []
     for done, (source, stores) in enumerate(wanted):
-        for part, store in zip(source.split(*checkpoint.tensors(source)), stores, strict=True):
+        tensors = checkpoint.tensors(source)
+        parts = source.split(*tensors)
+        not_finite += [name for name, tensor in zip(source.names, tensors, strict=True) if not is_finite(tensor)]
+        for part, store in zip(parts, stores, strict=True):
             store(part)
+        memory.sample()
         on_progress((done + 1) / len(wanted))
+    if not_finite:
+        logger.warning("%s has NaNs or infinities in %s", checkpoint.directory, some_of(not_finite))
     for runner in model.moe_runners():
         runner.finish_loading()
+    return LoadReport(peak_bytes=memory.peak_bytes, not_finite=tuple(dict.fromkeys(not_finite)))
 
 
 def _check_names(model: ServedModel, checkpoint: Checkpoint, targets: Sequence[WeightTarget]) -> None:
@@ -141,11 +171,12 @@ def _check_names(model: ServedModel, checkpoint: Checkpoint, targets: Sequence[W
             [f"{n} {list(s)}, must be {list(expected[n])}" for n, s in shapes.items() if s != expected[n]],
         ),
     ]
-    found = [f"{what}: {_some(which)}" for what, which in problems if which]
+    found = [f"{what}: {some_of(which)}" for what, which in problems if which]
     if found:
         raise CheckpointError(f"{checkpoint.directory} " + "; ".join(found))
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
     rest = len(names) - NAMES_IN_MESSAGE
     return ", ".join(names[:NAMES_IN_MESSAGE]) + (f" and {rest} more" if rest > 0 else "")

@@ -29,6 +29,8 @@ from moeray.worker.peer_checkpoint import CheckpointSource, LocalSource
 logger = logging.getLogger(__name__)
 
 WARM_TIMEOUT_S = 15.0
+# How many tensors with NaNs or infinities are told.
+MAX_NOT_FINITE = 100
 
 
 class Worker:
@@ -94,7 +96,10 @@ class Worker:
             weights_bytes=loaded.weights_bytes,
             kv_cache_bytes=loaded.cache.nbytes,
             buffer_bytes=loaded.buffers.nbytes,
+            seat_bytes=sum(runner.routed_experts.seat_nbytes for runner in loaded.model.moe_runners()),
             load_s=time.monotonic() - started,
+            load_peak_bytes=loaded.report.peak_bytes,
+            not_finite=loaded.report.not_finite[:MAX_NOT_FINITE],
         )
 
     def _set_progress(self, fraction: float) -> None:

@@ -65,6 +65,10 @@ def make_view(
         kv_blocks_per_worker=100,
         weights_bytes_per_worker=1,
         buffer_bytes_per_worker=1,
+        seat_bytes=1,
+        load_s=0.1,
+        load_peak_bytes_per_worker=1,
+        not_finite=(),
     )
     placement = (tuple(tuple(range(2)) for _ in in_group),)
     return ClusterView(

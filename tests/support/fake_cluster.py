@@ -125,6 +125,10 @@ class FakeMember(Member):
             num_blocks=1,
             weights_bytes=1,
             buffer_bytes=1,
+            seat_bytes=1,
+            load_s=0.1,
+            load_peak_bytes=1,
+            not_finite=(),
         )
 
     async def progress(self) -> float:

@@ -94,7 +94,10 @@ class FakeWorkerControl(WorkerControl):
             weights_bytes=1000,
             kv_cache_bytes=1000,
             buffer_bytes=1000,
+            seat_bytes=100,
             load_s=0.1,
+            load_peak_bytes=1000,
+            not_finite=(),
             control=self.address,
         )
 

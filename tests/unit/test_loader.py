@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from moeray.comm.errors import CapacityError, CheckpointError
 from moeray.comm.placement import ExpertPlacement
 from moeray.worker.config import WorkerConfig
+from moeray.worker.finite import is_finite
 from moeray.worker.loaded_model import LoadedModel, load_model
+from moeray.worker.memory import TORCH_DTYPES
 from moeray.worker.models.registry import read_model_config
 from moeray.worker.peer_checkpoint import LocalSource
 from tests.support.checkpoints import save_qwen3_moe
@@ -99,6 +101,16 @@ def test_dtype_is_converted_and_auto_is_what_is_fast(
     assert load(path, dtype=dtype).model.embed.dtype == expected
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("served", ["fp32", "bf16", "fp16"])
+def test_every_type_is_loaded_as_every_type(tmp_path: Path, stored: str, served: str) -> None:
+    path = save_qwen3_moe(tmp_path, dtype=stored, num_hidden_layers=1)
+    weights = load(path, dtype=served, size=1).model.state_dict()
+    embed = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    assert embed.dtype == getattr(torch, stored)
+    assert torch.equal(weights["embed"], embed.to(TORCH_DTYPES[served]))
+
+
 def test_sharded_checkpoint_equals_the_single_file(tmp_path: Path) -> None:
     single = save_qwen3_moe(tmp_path / "single")
     sharded = save_qwen3_moe(tmp_path / "sharded", max_shard_size="100KB")
@@ -149,16 +161,48 @@ def test_many_missing_tensors_are_counted(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_truncated_file_is_named(checkpoint: Path) -> None:
-    file = checkpoint / "model.safetensors"
+@pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"])
+def test_truncated_file_is_named(tmp_path: Path, max_shard_size: str) -> None:
+    path = save_qwen3_moe(tmp_path, max_shard_size=max_shard_size)
+    file = sorted(path.glob("*.safetensors"))[-1]
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read, truncated"):
-        load(checkpoint)
+    with pytest.raises(CheckpointError, match=rf"{file.name} cannot be read, truncated"):
+        load(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_no_numbers_are_loaded_with_a_warning_that_names_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, value: float
+) -> None:
+    path = save_qwen3_moe(tmp_path, dtype=dtype)
+    assert load(path).report.not_finite == ()
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[EDITED][7, 3] = value
+        tensors["lm_head.weight"][-1, -1] = value
+
+    edit_weights(path, spoil)
+    assert load(path).report.not_finite == ("lm_head.weight", EDITED)
+    (record,) = caplog.records
+    assert record.getMessage() == f"{path} has NaNs or infinities in lm_head.weight, {EDITED}"
+    assert load(path, slot=1).report.not_finite == ("lm_head.weight",), "expert 3 is the other worker's"
+
+
+def test_finiteness_of_odd_tensors() -> None:
+    assert is_finite(torch.full((4, 4), 65504.0, dtype=torch.float16)), "the sum overflows fp16"
+    assert is_finite(torch.full((4, 4), 3e38)), "the sum overflows fp32"
+    assert is_finite(torch.empty(0))
+    assert is_finite(torch.full((3,), 127, dtype=torch.int8))
+    codes = torch.arange(256, dtype=torch.uint8)
+    fp8 = torch.tensor([is_finite(code.view(torch.float8_e4m3fn)) for code in codes.view(-1, 1)])
+    assert codes[~fp8].tolist() == [0x7F, 0xFF]
+    assert not is_finite(torch.tensor([0xFF], dtype=torch.uint8).view(torch.float8_e8m0fnu))
 
 
 def test_integer_weights_are_refused(checkpoint: Path) -> None:
     edit_weights(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has type torch\.int8"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has type int8, must be float32"):
         load(checkpoint)
 
 
@@ -231,6 +275,23 @@ def test_eos_ids_join_both_files(checkpoint: Path) -> None:
     edit_config(checkpoint, eos_token_id=5)
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     assert read_model_config(checkpoint).eos_token_ids == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", r"generation_config\.json cannot be read"),
+        ("[]", r"generation_config\.json holds list"),
+        ('{"eos_token_id": "</s>"}', r"generation_config\.json: eos_token_id is '</s>', must be a token id"),
+    ],
+)
+def test_a_broken_generation_config_is_named_and_none_is_fine(checkpoint: Path, content: str, words: str) -> None:
+    file = checkpoint / "generation_config.json"
+    file.write_text(content)
+    with pytest.raises(CheckpointError, match=words):
+        read_model_config(checkpoint)
+    file.unlink()
+    assert read_model_config(checkpoint).eos_token_ids == ()
 
 
 def test_too_little_memory_is_said_with_numbers(checkpoint: Path) -> None:

@@ -35,7 +35,10 @@ def ready(slot: int, **changes: Any) -> WorkerReady:
         "weights_bytes": 1000 + slot,
         "kv_cache_bytes": 10,
         "buffer_bytes": 5,
-        "load_s": 0.1,
+        "seat_bytes": 7,
+        "load_s": 0.1 * (1 + slot),
+        "load_peak_bytes": 2000 + slot,
+        "not_finite": ("norm", f"expert.{slot}"),
     }
     return WorkerReady(**(values | changes))
 
@@ -61,6 +64,9 @@ def test_a_start_ends_in_a_served_epoch_in_slot_order() -> None:
     ]
     assert view.model is not None
     assert (view.model.kv_blocks_per_worker, view.model.weights_bytes_per_worker) == (18, 1002)
+    assert view.model.load_s == pytest.approx(0.3)
+    assert view.model.load_peak_bytes_per_worker == 2002
+    assert view.model.not_finite == ("norm", "expert.0", "expert.1", "expert.2")
     assert view.model.dispatcher == "all_to_all"
 
 

@@ -16,7 +16,8 @@ from moeray.worker.moe.activation import ACTIVATIONS, gated_activation
 from moeray.worker.moe.expert_load import ROWS_PER_HALVING, ExpertLoad
 from moeray.worker.moe.factory import FusedMoEFactory, MoEEnvironment
 from moeray.worker.moe.quant.base import FusedMoEQuantConfig
-from moeray.worker.moe.quant.unquantized import UnquantizedExperts, UnquantizedMoEMethod, group_by_seat
+from moeray.worker.moe.quant.grouped import group_by_seat
+from moeray.worker.moe.quant.unquantized import UnquantizedExperts, UnquantizedMoEMethod
 from moeray.worker.moe.router import CustomRouter, TopKRouter
 from moeray.worker.moe.runner import MoERunner
 from moeray.worker.moe.runner_interface import MoERunnerInterface

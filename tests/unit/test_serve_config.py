@@ -14,6 +14,7 @@ from moeray.deploy import checkpoint, ports
 from moeray.deploy.cluster import NodeConfig, check_answers
 from moeray.deploy.config import ServeConfig, num_usable_cpus
 from moeray.deploy.environment import worker_variables
+from moeray.deploy.loading import loaded_text, not_finite_text
 from moeray.deploy.options import in_typed_names
 from moeray.deploy.supervisor import make_plan
 from moeray.elastic.view import ModelView
@@ -117,9 +118,12 @@ def test_loopback_is_known_and_control_beyond_it_needs_a_key(host: str, beyond: 
 
 
 def test_settings_survive_the_way_to_the_front_end() -> None:
-    settings = config(api_key="k", served_model_name="name").server_settings(model_path="/m")
+    settings = config(api_key="k", served_model_name="name", generation_config="none").server_settings(model_path="/m")
     assert type(settings)(**json.loads(json.dumps(dataclasses.asdict(settings)))) == settings
+    assert settings.generation_config == "none"
     assert config(model="/some/where/").served_name == "where"
+    with pytest.raises(ValueError, match="generation_config is 'odd', must be one of auto, none"):
+        config(generation_config="odd").server_settings(model_path="/m")
 
 
 def test_what_a_fault_means_reaches_front_end_and_controller() -> None:
@@ -132,7 +136,14 @@ def test_what_a_fault_means_reaches_front_end_and_controller() -> None:
 
 
 def test_a_front_end_alone_may_be_told_what_it_needs() -> None:
-    options = {"port": 0, "max_queue": 5, "max_num_seqs": 3, "max_workers": 9, "recovery_timeout_s": 2.0}
+    options = {
+        "port": 0,
+        "generation_config": "none",
+        "max_queue": 5,
+        "max_num_seqs": 3,
+        "max_workers": 9,
+        "recovery_timeout_s": 2.0,
+    }
     settings = config(attach=True, ray_address="auto", **options).server_settings(model_path="/m")
     assert (settings.max_queue, settings.max_inflight_per_worker, settings.max_workers) == (5, 3, 9)
     with pytest.raises(CheckpointError, match=r"MODEL has num_experts 16, what deployment 'x' serves has 17"):
@@ -144,9 +155,10 @@ def served(**changes: Any) -> ModelView:
     """What a deployment of the demo tells of its model."""
     decoder = checkpoint.inspect(DEMO_PATH)
     values: dict[str, Any] = {name: getattr(decoder, name) for name in ("num_moe_layers", "num_experts", "vocab_size")}
-    others = ("num_seats", "kv_blocks_per_worker", "weights_bytes_per_worker", "buffer_bytes_per_worker")
+    per_worker = ("kv_blocks_per_worker", "weights_bytes_per_worker", "buffer_bytes_per_worker")
+    others = (*per_worker, "load_peak_bytes_per_worker", "num_seats", "seat_bytes", "load_s")
     values |= dict.fromkeys(("dtype", "combine", "dispatcher"), "?") | dict.fromkeys(others, 1)
-    return ModelView(**(values | {"max_model_len": 1024, "eos_token_ids": ()} | changes))
+    return ModelView(**(values | {"max_model_len": 1024, "eos_token_ids": (), "not_finite": ()} | changes))
 
 
 def test_workers_get_their_environment_and_what_the_user_set() -> None:
@@ -172,7 +184,7 @@ def test_an_unknown_host_is_named() -> None:
 
 
 def checkpoint_at(path: Path, *, shards: tuple[str, ...] = ("model.safetensors",)) -> Path:
-    path.mkdir()
+    path.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json"):
         (path / name).write_bytes((DEMO_PATH / name).read_bytes())
     for shard in shards:
@@ -191,7 +203,7 @@ def test_the_demo_is_packaged() -> None:
     assert (decoder.num_experts, decoder.moe.top_k) == (16, 4)
 
 
-@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     path = checkpoint_at(tmp_path / "m")
     (path / missing).unlink()
@@ -203,10 +215,38 @@ def test_broken_text_files_are_named_before_anything_starts(tmp_path: Path) -> N
     path = checkpoint_at(tmp_path / "m")
     (path / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
     with pytest.raises(CheckpointError, match="chat_template does not compile"):
-        checkpoint.inspect(path)
+        make_plan(config(model=str(path)))
     (path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
-        checkpoint.inspect(path)
+        make_plan(config(model=str(path)))
+    (path / "tokenizer.json").unlink()
+    (path / "generation_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json holds list, must hold an object"):
+        make_plan(config(model=str(path)))
+
+
+def test_what_a_checkpoint_asks_for_and_lacks_is_told(tmp_path: Path) -> None:
+    path = checkpoint_at(tmp_path / "m")
+    told = checkpoint.notes(path, "auto")
+    assert told.has_text
+    assert told.lines == ("Requests that do not say it otherwise: temperature 1.",)
+    (path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert checkpoint.notes(path, "auto") == told
+    (path / "tokenizer.json").unlink()
+    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "num_beams": 4}')
+    sampling, unsupported, ids_only = checkpoint.notes(path, "auto").lines
+    assert "temperature 0.6, top_k 20 (generation_config.json; --generation-config none" in sampling
+    assert unsupported == "generation_config.json has settings without effect here: num_beams=4."
+    assert "no tokenizer.json, so only token ids are served" in ids_only
+    sampling, _ = checkpoint.notes(path, "none").lines
+    assert sampling == "Requests that do not say it otherwise: temperature 1 (generation_config.json left out)."
+
+
+def test_weights_that_are_no_numbers_are_told_once() -> None:
+    model = served(not_finite=tuple(f"t{number}" for number in range(7)))
+    assert not_finite_text(model).startswith("The checkpoint has NaNs or infinities in t0, t1, t2, t3, t4 and 2 more")
+    model = served(load_s=2.5, weights_bytes_per_worker=10 << 20, load_peak_bytes_per_worker=11 << 20)
+    assert "10.0 MiB of weights in 2.5 s, with at most 11.0 MiB" in loaded_text(model)
 
 
 def test_a_length_beyond_the_checkpoints_is_known_before_anything_starts() -> None:
@@ -238,6 +278,17 @@ def test_a_hub_name_without_a_way_to_the_hub(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="nobody/nothing: no such directory, not in the hub's cache"):
         checkpoint.resolve("nobody/nothing")
+
+
+def test_a_hub_name_in_the_cache_needs_no_way_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some--model"
+    snapshot = checkpoint_at(cached / "snapshots" / "c0ffee")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("c0ffee")
+    assert checkpoint.resolve("some/model") == snapshot
+    assert checkpoint.inspect(snapshot).num_experts == 16
 
 
 @pytest.mark.parametrize("address", ["nohost", ":6379", "host:", "host:port", "host:0", "host:65536", "local"])

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from moeray.comm.errors import CheckpointError
 from moeray.worker.models.rope_config import RopeConfig
+from moeray.worker.moe.quant.checkpoint import QuantizedCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,10 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What the rest of the system needs to know of a model that it serves."""
+    """What the rest of the system needs to know of a model that it serves.
+
+    `quantization` is None if weights are in floating point, or in a form that only the family's own weight names know.
+    """
 
     architecture: str
     num_layers: int
@@ -56,6 +60,7 @@ class ModelConfig:
     moe: MoEConfig
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: QuantizedCheckpoint | None = None
 
     @property
     def num_moe_layers(self) -> int:

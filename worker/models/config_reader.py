@@ -4,13 +4,13 @@ Every key of config.json must be accounted for: used by the family, known not to
 name. A silently ignored field is a silently wrong text.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moeray.comm.errors import CheckpointError
 from moeray.worker.models.config import KeyWindow
+from moeray.worker.models.json_object import read_object
 from moeray.worker.models.rope_config import (
     ROPE_TYPES,
     RopeConfig,
@@ -233,9 +233,12 @@ class ConfigReader:
         """End-of-sequence ids of config.json, joined with generation_config.json's."""
         ids: list[int] = []
         generation = self.path.parent / "generation_config.json"
-        extra = json.loads(generation.read_text()) if generation.is_file() else {}
-        for value in (extra.get("eos_token_id"), self.raw.get("eos_token_id")):
-            ids.extend(value if isinstance(value, list) else [] if value is None else [value])
+        extra = read_object(generation) if generation.is_file() else {}
+        for path, value in ((generation, extra.get("eos_token_id")), (self.path, self.raw.get("eos_token_id"))):
+            given = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in given):
+                raise CheckpointError(f"{path}: eos_token_id is {value!r}, must be a token id or a list of them")
+            ids.extend(given)
         return tuple(dict.fromkeys(ids))
 
     def finish(self) -> None:
@@ -253,10 +256,4 @@ def read_raw_config(model_path: str | Path) -> tuple[dict[str, Any], Path]:
     path = Path(model_path) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: {model_path} is no checkpoint directory")
-    try:
-        raw = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds {type(raw).__name__}, must hold an object")
-    return raw, path
+    return read_object(path), path

@@ -20,6 +20,7 @@ from moeray.worker.models.norm import Norm
 from moeray.worker.models.paged_cache import CacheShape, PagedKVCache
 from moeray.worker.models.parameters import empty_parameter
 from moeray.worker.models.place_targets import place_targets
+from moeray.worker.models.quantized_weights import QuantizedWeights
 from moeray.worker.models.rope import PositionTables, StepPositions
 from moeray.worker.models.weight_names import WeightNames
 from moeray.worker.models.weights import Place, WeightSource, WeightTarget
@@ -84,6 +85,8 @@ class Decoder(ServedModel):
         self.config = config
         self.names = names
         self.present = present
+        self.quantization = QuantizedWeights(config, names, present)
+        environment = self.quantization.environment(environment)
         self.linear = RowLinear(environment.row_exact)
         self.residual_scale = residual_scale(config, environment.dtype)
         parameter = partial(empty_parameter, dtype=environment.dtype, device=environment.device)
@@ -119,7 +122,8 @@ class Decoder(ServedModel):
             yield from layer.places()
 
     def weight_targets(self, placement: ExpertPlacement | None, slot: int) -> Iterator[WeightTarget]:
-        yield from place_targets(self.places(), self.names, self.present)
+        for target in place_targets(self.places(), self.names, self.present):
+            yield WeightTarget(self.quantization.dense(target.source), target.stores)
         for moe_layer, runner in enumerate(self.moe_runners()):
             seats = placement.seats_of(moe_layer, slot) if placement else ()
             seat_of = {expert: seat for seat, expert in enumerate(seats) if expert != EMPTY_SEAT}
@@ -129,7 +133,7 @@ class Decoder(ServedModel):
 
     def expert_parts(self, moe_layer: int, expert: int) -> Sequence[WeightSource]:
         layer = self.config.moe.layers[moe_layer]
-        return [
+        sources = [
             tensor.source(
                 layer=layer,
                 expert=expert,
@@ -139,6 +143,7 @@ class Decoder(ServedModel):
             )
             for tensor in self.names.layout(layer, self.present)
         ]
+        return self.quantization.expert(moe_layer, sources)
 
     def ignores(self, name: str) -> bool:
         is_tied_head = self.lm_head is self.embed and name == self.names.places["lm_head"]
@@ -150,7 +155,7 @@ class Decoder(ServedModel):
             weight for weight in self.parameters() if weight.dim() == 2 and id(weight) not in seats
         ]
         for runner in self.moe_runners()[:1]:
-            weights.extend(weight[0] for weight in runner.routed_experts.parameters() if weight.dim() == 3)
+            weights.extend(runner.routed_experts.empty_projections())
         with torch.inference_mode():
             self.linear.warm_up(weights, max_rows, self.dtype)
 

@@ -1,6 +1,7 @@
 """Which families there are, and the way from a checkpoint to its model. No torch is imported with this module."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from moeray.worker.models import (
 from moeray.worker.models.config import DecoderConfig, ModelConfig
 from moeray.worker.models.config_reader import ConfigReader, read_raw_config
 from moeray.worker.models.family import Family
+from moeray.worker.moe.quant.checkpoint import QuantizedCheckpoint
+from moeray.worker.moe.quant.registry import read_quantization
 
 if TYPE_CHECKING:
     from moeray.worker.models.model import ServedModel
@@ -58,20 +61,17 @@ def read_model_config(model_path: str | Path) -> ModelConfig:
     if family is None:
         raise CheckpointError(f"{path}: architecture {names[0]!r} is not supported (supported: {', '.join(FAMILIES)})")
     reader = ConfigReader(raw, path)
-    _check_quantization(reader, family)
-    config = family.read_config(reader)
+    quantization = _read_quantization(reader, family)
+    config = replace(family.read_config(reader), quantization=quantization)
     reader.finish()
     return config
 
 
-def _check_quantization(reader: ConfigReader, family: Family) -> None:
-    quantization = reader.get("quantization_config")
-    method = None if quantization is None else quantization.get("quant_method")
-    if quantization is not None and method not in family.quant_methods:
-        raise CheckpointError(
-            f"{reader.path}: quantization_config.quant_method is {method!r}, which is not implemented "
-            f"(supported: {', '.join(family.quant_methods) or 'none'})"
-        )
+def _read_quantization(reader: ConfigReader, family: Family) -> QuantizedCheckpoint | None:
+    raw = reader.get("quantization_config")
+    if raw is None or (isinstance(raw, dict) and raw.get("quant_method") in family.quant_methods):
+        return None
+    return read_quantization(raw, f"{reader.path}: quantization_config", also=family.quant_methods)
 
 
 def make_model(

@@ -37,7 +37,8 @@ class Place:
 class WeightSource:
     """What is read at once: tensors of these names and whole shapes, and the `parts` that `split` makes of them.
 
-    With `entry` only that entry of each tensor's first dim is read. Packed tensors may have an integer type.
+    With `entry` only that entry of each tensor's first dim is read. Packed tensors may have an integer type; `dtypes`
+    names the types that each tensor may have, if the reader relies on it.
     """
 
     names: tuple[str, ...]
@@ -46,6 +47,7 @@ class WeightSource:
     split: Split
     entry: int | None = None
     is_packed: bool = False
+    dtypes: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,17 @@ from moeray.worker.moe.runner import MoERunner, Transform
 from moeray.worker.moe.shared_experts import SharedExperts
 
 
+def unquantized(_layer: int) -> FusedMoEMethodBase:
+    """The method of layers whose experts are in floating point."""
+    return UnquantizedMoEMethod()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEEnvironment:
     """What all MoE layers of a worker share.
 
-    `row_exact`: a row's bits may not depend on its batch. `make_quant_method` is called once a layer. Projections are
-    stored in `weights_dtype`, everything is computed in `dtype`.
+    `row_exact`: a row's bits may not depend on its batch. `make_quant_method` is called with each MoE layer's number.
+    Projections are stored in `weights_dtype`, everything is computed in `dtype`.
     """
 
     exchange: ExpertExchange
@@ -33,7 +38,7 @@ class MoEEnvironment:
     weights_dtype: torch.dtype
     device: torch.device
     row_exact: bool
-    make_quant_method: Callable[[], FusedMoEMethodBase] = UnquantizedMoEMethod
+    make_quant_method: Callable[[int], FusedMoEMethodBase] = unquantized
 
 
 def FusedMoEFactory(
@@ -58,10 +63,10 @@ def FusedMoEFactory(
     """Build the `MoERunner` of MoE layer number `layer`, with room for `num_seats` experts and nothing loaded.
 
     With `internal_router` the runner owns the gate's weight [E, D], and its bias if there is one, and computes the
-    logits itself, in `router_dtype` if that is given. Raises `ValueError` for an unknown activation, and for
-    `weights_on_input` with more than one expert per token.
+    logits itself, in `router_dtype` if that is given. Raises `ValueError` for an unknown activation, for a layer that
+    the quantisation method does not support, and for `weights_on_input` with more than one expert per token.
     """
-    quant_method = environment.make_quant_method()
+    quant_method = environment.make_quant_method(layer)
     routed_experts = RoutedExperts(
         layer=layer,
         num_experts=num_experts,

@@ -50,6 +50,7 @@ class RoutedExperts(nn.Module):
         self.device = device
         self.row_exact = row_exact
         self.exchange = exchange
+        self._check(quant_method)
         quant_method.create_weights(self)
 
     @property
@@ -58,7 +59,22 @@ class RoutedExperts(nn.Module):
         return sum(parameter.nbytes for parameter in self.parameters()) // self.num_seats
 
     def replace_weights(self, quant_method: FusedMoEMethodBase) -> None:
-        """Drops the parameters of the old method and registers those of the new one (before loading only)."""
+        """Drops the parameters of the old method and registers those of the new one (before loading only).
+
+        Raises `ValueError`, and changes nothing, if the new method does not support this layer.
+        """
+        self._check(quant_method)
         for name in list(self._parameters):
             delattr(self, name)
         quant_method.create_weights(self)
+
+    def empty_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros in the shapes and the type of the weights that one expert is computed with."""
+        shapes = ((2 * self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size))
+        first, second = (torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        return first, second
+
+    def _check(self, quant_method: FusedMoEMethodBase) -> None:
+        supported, reason = quant_method.supports(self)
+        if not supported:
+            raise ValueError(f"{type(quant_method).__name__} does not support {reason} (MoE layer {self.layer})")

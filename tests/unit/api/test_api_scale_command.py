@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from moeray.deploy import client
 from moeray.deploy.cli import app
 from moeray.deploy.config import ServeConfig
-from moeray.deploy.reserved import reserved_text, seat_bytes
+from moeray.deploy.reserved import reserved_text
 from moeray.deploy.scale_command import ScaleProgress
 from moeray.deploy.supervisor import make_plan
 from moeray.elastic.view import ModelView
@@ -149,8 +149,6 @@ def test_what_a_start_reserves_is_told() -> None:
     plan = make_plan(config)
     decoder = plan.decoder
     assert (plan.server.min_workers, plan.server.max_workers) == (2, 4)
-    per_expert = 3 * decoder.hidden_size * decoder.moe.intermediate_size * decoder.num_moe_layers
-    assert seat_bytes(decoder, "bf16") == 2 * per_expert
     model = ModelView(
         dtype="fp32",
         weights="fp32",
@@ -165,9 +163,13 @@ def test_what_a_start_reserves_is_told() -> None:
         kv_blocks_per_worker=1,
         weights_bytes_per_worker=1,
         buffer_bytes_per_worker=3 << 20,
+        seat_bytes=1 << 20,
+        load_s=0.1,
+        load_peak_bytes_per_worker=1,
+        not_finite=(),
     )
-    text = reserved_text(config, decoder, model)
-    for words in ("2 workers, 1 spare, may become 2 to 4", f"{32 * per_expert / (1 << 20):.1f} MiB", "3.0 MiB of"):
+    text = reserved_text(config, model)
+    for words in ("2 workers, 1 spare, may become 2 to 4", "8 seats a layer for experts, 8.0 MiB", "3.0 MiB of"):
         assert words in text
     with pytest.raises(ValueError, match="spares is 5"):
         ServeConfig(model="demo", workers=2, spares=5)

@@ -1,6 +1,7 @@
 """Text in and out: stop strings, incremental decoding, chat templates."""
 
 import asyncio
+import json
 import random
 import re
 import subprocess
@@ -14,11 +15,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
+from tokenizers.processors import TemplateProcessing
 
 from moeray.api.chat_template import ChatTemplate
 from moeray.api.detokenizer import WindowDetokenizer, byte_level_alphabet
 from moeray.api.stop import StopMatcher
-from moeray.api.tokenizer import Tokenizer
+from moeray.api.tokenizer import Tokenizer, load_tokenizer
 from moeray.comm.errors import CheckpointError
 
 # Stop strings
@@ -158,20 +160,25 @@ def test_long_prompts_are_tokenised_beside_the_loop(tokenizer: Tokenizer) -> Non
     assert asyncio.run(longest_pause()) < 0.25
 
 
-def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
-        Tokenizer.load(str(tmp_path))
+def test_no_tokenizer_is_known_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    assert not load_tokenizer(str(tmp_path)).has_text
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
-        Tokenizer.load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("tokenizer_config.json", "{", "is no JSON"),
-        ("tokenizer_config.json", "[]", "is no JSON object"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds list, must hold an object"),
         ("tokenizer_config.json", '{"chat_template": 7}', "chat_template is no text"),
+        ("special_tokens_map.json", "3", "special_tokens_map.json holds int"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "rag", "template": ""}]}',
+            "['rag'], must have",
+        ),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat_template does not compile"),
         ("chat_template.jinja", "\udcff", "chat_template.jinja is no UTF-8"),
     ],
@@ -206,6 +213,37 @@ def test_templates_render_as_transformers_does(source: str) -> None:
     assert ("enable_thinking" in ChatTemplate(source, {}).variables) is ("enable_thinking" in source)
     expected, _ = render([messages], chat_template=source, add_generation_prompt=True, bos_token="<s>", **extra)
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages, extra) == expected[0]
+
+
+NAMED = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+@pytest.mark.parametrize("has_bos_template", [True, False])
+def test_texts_and_chats_are_tokenised_as_transformers_does(
+    model_path: Path, tmp_path: Path, where: str, add_bos_token: bool | None, has_bos_template: bool
+) -> None:
+    transformers = pytest.importorskip("transformers.tokenization_utils_tokenizers")
+    backend = tokenizers.Tokenizer.from_file(str(model_path / "tokenizer.json"))
+    if has_bos_template:
+        end = ("<|end|>", id_of(backend, "<|end|>"))
+        backend.post_processor = TemplateProcessing(single="<|end|> $A", pair="$A $B", special_tokens=[end])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": NAMED, "add_bos_token": add_bos_token}
+    tokens = {"bos_token": {"content": "<|end|>", "__type": "AddedToken"}, "eos_token": "<|end|>"}
+    files: dict[str, dict[str, Any]] = {
+        "tokenizer_config.json": {name: value for name, value in config.items() if value is not None}
+    }
+    files.setdefault(where, {}).update(tokens)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    ours, theirs = Tokenizer.load(str(tmp_path)), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "the dog"}]
+    assert asyncio.run(ours.encode(["the dog"]))[0] == theirs("the dog").input_ids
+    chat = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert asyncio.run(ours.encode_chat(messages)) == chat
+    assert chat[0] == id_of(backend, "<|end|>")
 
 
 def test_a_template_cannot_reach_python_and_its_failures_are_values() -> None:

@@ -34,6 +34,10 @@ class FusedMoEMethodBase(ABC):
     def __init__(self) -> None:
         self._moe_kernel: FusedMoEKernel | None = None
 
+    def supports(self, layer: "RoutedExperts") -> tuple[bool, str]:  # noqa: ARG002
+        """Whether the method can hold and compute this layer's experts; what it cannot do if not."""
+        return True, ""
+
     @abstractmethod
     def create_weights(self, layer: "RoutedExperts") -> None:
         """Registers the parameters on `layer`, one row a seat; values are undefined until loaded."""

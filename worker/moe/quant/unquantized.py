@@ -1,18 +1,16 @@
 """Experts in the model's own floating-point type.
 
-Legend: S seats, R received rows, K experts per token, P pairs, Q pairs with padding, D hidden, F intermediate.
+Legend: S seats, R received rows, K experts per token, M rows of one seat, D hidden, F intermediate.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 
-from moeray.worker.models.linear import RowLinear, padded_rows_of
+from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.parameters import empty_parameter
 from moeray.worker.moe.activation import GatedActivation
 from moeray.worker.moe.kernel import FusedMoEKernel, PrepareFinalize
 from moeray.worker.moe.quant.base import FusedMoEMethodBase, FusedMoEQuantConfig
+from moeray.worker.moe.quant.grouped import run_by_seat
 from moeray.worker.moe.routed_experts import RoutedExperts
 
 PARAMETER_OF = {
@@ -23,45 +21,6 @@ PARAMETER_OF = {
     "up_bias": "bias_13_S2F",
     "down_bias": "bias_2_SD",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertGroups:
-    """Pairs of one batch, sorted by seat; each seat's run may be padded to a number of rows that keeps its bits.
-
-    `runs` are (seat, start, end) over the Q sorted places; `source_rows_Q` is the received row of each place and
-    `place_of_pair_P` where each pair's result lies.
-    """
-
-    runs: list[tuple[int, int, int]]
-    source_rows_Q: torch.Tensor
-    place_of_pair_P: torch.Tensor
-
-
-def group_by_seat(seat_ids_RK: torch.Tensor, *, exact: bool, pads: bool = True) -> ExpertGroups:
-    """Sort a batch's pairs by seat. With `pads` runs are as long as `padded_rows`; what is added repeats row 0."""
-    top_k = seat_ids_RK.shape[1]
-    flat = seat_ids_RK.reshape(-1).cpu().numpy()
-    pair_positions = np.flatnonzero(flat >= 0)
-    seats_P = flat[pair_positions]
-    order = np.argsort(seats_P, kind="stable")
-    counts = np.bincount(seats_P)
-    filled = np.flatnonzero(counts)
-    widths = padded_rows_of(counts[filled], exact=exact) if pads else counts[filled]
-    ends = np.cumsum(widths)
-    starts = ends - widths
-    first_of_seat = np.cumsum(counts[filled]) - counts[filled]
-    offsets = np.repeat(starts - first_of_seat, counts[filled])
-    places_sorted = np.arange(len(order)) + offsets
-    source_rows_Q = np.zeros(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-    source_rows_Q[places_sorted] = pair_positions[order] // top_k
-    place_of_pair_P = np.empty(len(order), dtype=np.int64)
-    place_of_pair_P[order] = places_sorted
-    return ExpertGroups(
-        runs=list(zip(filled.tolist(), starts.tolist(), ends.tolist(), strict=True)),
-        source_rows_Q=torch.from_numpy(source_rows_Q).to(seat_ids_RK.device),
-        place_of_pair_P=torch.from_numpy(place_of_pair_P).to(seat_ids_RK.device),
-    )
 
 
 class UnquantizedExperts:
@@ -95,15 +54,13 @@ class UnquantizedExperts:
 
     def apply(self, hidden_RD: torch.Tensor, seat_ids_RK: torch.Tensor) -> torch.Tensor:
         pads = self.linear.pads(hidden_RD, self.w13_S2FD[0])
-        groups = group_by_seat(seat_ids_RK, exact=self.quant_config.row_exact, pads=pads)
-        rows_QD = hidden_RD.index_select(0, groups.source_rows_Q)
-        out_QD = torch.empty_like(rows_QD)
-        for seat, start, end in groups.runs:
-            bias_2F = None if self.bias_13_S2F is None else self.bias_13_S2F[seat]
-            bias_D = None if self.bias_2_SD is None else self.bias_2_SD[seat]
-            gate_up_M2F = self.linear(rows_QD[start:end], self.w13_S2FD[seat], bias_2F)
-            out_QD[start:end] = self.linear(self.activation(gate_up_M2F), self.w2_SDF[seat], bias_D)
-        return out_QD.index_select(0, groups.place_of_pair_P)
+        return run_by_seat(hidden_RD, seat_ids_RK, self._run_seat, exact=self.quant_config.row_exact, pads=pads)
+
+    def _run_seat(self, rows_MD: torch.Tensor, seat: int) -> torch.Tensor:
+        bias_2F = None if self.bias_13_S2F is None else self.bias_13_S2F[seat]
+        bias_D = None if self.bias_2_SD is None else self.bias_2_SD[seat]
+        gate_up_M2F = self.linear(rows_MD, self.w13_S2FD[seat], bias_2F)
+        return self.linear(self.activation(gate_up_M2F), self.w2_SDF[seat], bias_D)
 
 
 class UnquantizedMoEMethod(FusedMoEMethodBase):
