@@ -157,7 +157,7 @@ def served(**changes: Any) -> ModelView:
     values: dict[str, Any] = {name: getattr(decoder, name) for name in ("num_moe_layers", "num_experts", "vocab_size")}
     per_worker = ("kv_blocks_per_worker", "weights_bytes_per_worker", "buffer_bytes_per_worker")
     others = (*per_worker, "load_peak_bytes_per_worker", "num_seats", "seat_bytes", "load_s")
-    values |= dict.fromkeys(("dtype", "combine", "dispatcher"), "?") | dict.fromkeys(others, 1)
+    values |= dict.fromkeys(("dtype", "weights", "combine", "dispatcher"), "?") | dict.fromkeys(others, 1)
     return ModelView(**(values | {"max_model_len": 1024, "eos_token_ids": (), "not_finite": ()} | changes))
 
 

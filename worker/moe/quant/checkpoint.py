@@ -16,7 +16,7 @@ from moeray.worker.models.weights import Split, WeightSource
 if TYPE_CHECKING:
     import torch
 
-    from moeray.worker.models.weight_names import Shape
+    from moeray.worker.models.weights import Shape
     from moeray.worker.moe.quant.base import FusedMoEMethodBase
     from moeray.worker.moe.quant.decoded import DecodeBuffer
 

@@ -10,7 +10,7 @@ from moeray.worker.moe.quant.options import QuantOptions
 if TYPE_CHECKING:
     import torch
 
-    from moeray.worker.models.weight_names import Shape
+    from moeray.worker.models.weights import Shape
     from moeray.worker.moe.quant.base import FusedMoEMethodBase
     from moeray.worker.moe.quant.decoded import DecodeBuffer
 
