@@ -24,11 +24,6 @@ class LoadMemory:
         self._peak = max(self._peak, self._taken())
 
     @property
-    def kept_bytes(self) -> int:
-        """What is taken now."""
-        return self._taken() - self._before
-
-    @property
     def peak_bytes(self) -> int:
         """The most that was taken at one time."""
         if self._device.type == "cuda":

@@ -15,6 +15,7 @@ from moeray.comm.placement import ExpertPlacement
 from moeray.worker.config import WorkerConfig
 from moeray.worker.loaded_model import LoadedModel, load_model
 from moeray.worker.models.registry import read_model_config
+from moeray.worker.models.weights import WeightSource
 from moeray.worker.moe.quant import registry
 from moeray.worker.moe.quant.base import FusedMoEMethodBase
 from moeray.worker.moe.quant.checkpoint import QuantizedCheckpoint, StoredTensor
@@ -154,7 +155,7 @@ def test_a_seat_is_filled_with_its_scales_before_and_after_the_kernel_is_built(
 def test_replacing_the_method_refreshes_all_that_is_derived_from_it() -> None:
     runner = make_runner()
     plain_seat = runner.routed_experts.seat_nbytes
-    source = QUARTERS.expert(Quarters.weight_source("x.weight"))
+    source = QUARTERS.expert(GATE)
     runner.quant_method = method = Int8MoEMethod(DecodeBuffer())
     assert {name for name, _ in runner.routed_experts.named_parameters()} == {
         *("w13_S2FD", "w2_SDF", "scales_13_S2fd", "scales_2_Sdf")
@@ -351,14 +352,9 @@ class Quarters(QuantizedCheckpoint):
     def decode(self, shape: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    @staticmethod
-    def weight_source(name: str) -> Any:
-        from moeray.worker.models.weights import WeightSource
-
-        return WeightSource(names=(name,), shapes=((24, 32),), parts=("gate",), split=lambda weight: (weight,))
-
 
 QUARTERS = Quarters()
+GATE = WeightSource(names=("x.weight",), shapes=((24, 32),), parts=("gate",), split=lambda weight: (weight,))
 
 
 def read_quarters(options: QuantOptions) -> Quarters:

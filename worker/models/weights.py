@@ -37,8 +37,8 @@ class Place:
 class WeightSource:
     """What is read at once: tensors of these names and whole shapes, and the `parts` that `split` makes of them.
 
-    With `entry` only that entry of each tensor's first dim is read. Packed tensors may have an integer type; `dtypes`
-    names the types that each tensor may have, if the reader relies on it.
+    With `entry` only that entry of each tensor's first dim is read. Packed tensors may have any type, others are 16-bit
+    floating point or wider, unless `dtypes` names the types that each of them may have.
     """
 
     names: tuple[str, ...]

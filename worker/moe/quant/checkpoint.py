@@ -101,5 +101,4 @@ def _source(stored: tuple[StoredTensor, ...], parts: tuple[str, ...], split: Spl
         dtypes=tuple(tensor.dtypes for tensor in stored),
         parts=parts,
         split=split,
-        is_packed=True,
     )
