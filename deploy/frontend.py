@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -24,7 +23,6 @@ from moeray.api.server import create_app
 from moeray.api.settings import ServerSettings
 from moeray.comm.errors import MoerayError
 from moeray.deploy.front_end_process import READY
-from moeray.deploy.processes import end_processes, known_processes
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +65,9 @@ def main() -> None:
     os.environ.update(message["environment"])
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            orphaned = runner.run(_serve(message, listener))
+            runner.run(_serve(message, listener))
     except MoerayError as error:
         sys.exit(str(error))
-    if orphaned:
-        _clean_up(message["embedded"])
 
 
 def _read_line() -> bytes:
@@ -89,15 +85,8 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _clean_up(embedded: dict[str, Any] | None) -> None:
-    """Do what the supervisor, killed, cannot: some of Ray's helpers would stay for minutes."""
-    if embedded is not None:
-        end_processes(known_processes(embedded["processes"]), timeout_s=0.0)
-        shutil.rmtree(embedded["directory"], ignore_errors=True)
-
-
-async def _serve(message: dict[str, Any], listener: socket.socket) -> bool:
-    """Serve until told to end. Returns whether that was because the supervisor is gone."""
+async def _serve(message: dict[str, Any], listener: socket.socket) -> None:
+    """Serve until told to end, or the supervisor is gone."""
     control = _connect(message["ray_address"], message["deployment"])
     app = create_app(ServerSettings(**message["server"]), control)
     front_end: FrontEnd = app.state.front_end
@@ -124,7 +113,6 @@ async def _serve(message: dict[str, Any], listener: socket.socket) -> bool:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    return orphaned.is_set()
 
 
 def _connect(address: str, deployment: str) -> Any:

@@ -24,7 +24,7 @@ NUM_STREAMS = 4
 MAX_TOKENS = 450
 REPLACED_S = 40.0
 FOLLOWED_S = 8.0
-STOPPED_S = 4.0
+STOPPED_S = 1.5
 CONTROLLER = "ControllerActor"
 FRONT_END = r"moeray\.deploy\.frontend"
 
