@@ -53,6 +53,7 @@ class FrontEnd:
         self._idle.set()
         self._next_id = 0
         self.is_draining = False
+        self.superseded = asyncio.Event()
         self.ledger = Ledger(settings.max_queue)
         self.router = Router(settings.max_inflight_per_worker)
         self.counters = WorkerCounters()
@@ -213,6 +214,7 @@ class FrontEnd:
             failure = self.availability.failure = "another front end has taken the lease"
             logger.error("[slot %d] %s", member[0], failure)
             self._assignment.fail_all(unavailable(failure, code="superseded"))
+            self.superseded.set()
             return
         self._members.route(member)
         self.availability.update()

@@ -90,7 +90,7 @@ def _parse_line(line: str) -> Fault:
         raise ValueError(f"{line!r}: the point is {point!r}, must be one of {', '.join(POINTS)}")
     if how not in WAYS:
         raise ValueError(f"{line!r}: it fails by {how!r}, must be one of {', '.join(WAYS)}")
-    given = dict((option.split("=", 1) if "=" in option else (option, "")) for option in options)
+    given = {name: value for name, _, value in (option.partition("=") for option in options)}
     if unknown := set(given) - {"step", "seconds", "incarnation"}:
         raise ValueError(f"{line!r}: option {min(unknown)!r} is unknown, must be step, seconds or incarnation")
     return Fault(

@@ -108,6 +108,7 @@ class Supervisor:
         self._progress = StartProgress(console)
         self._news = News(console)
         self._is_serving = False
+        self._has_given_way = False
         self._url = ""
         self._model: ModelView | None = None
 
@@ -175,11 +176,29 @@ class Supervisor:
             self._check_ray()  # else whatever fails with it is taken for the cause
             for task in done:
                 task.result()
+            if front_end.is_superseded and not self._interrupts.first.is_set():
+                await self._give_way(tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end(front_end, ended, control, actor)
+
+    async def _give_way(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Another front end serves the deployment. An embedded Ray and what runs in it stay with this process."""
+        who = f"Another front end has taken deployment {self._plan.config.deployment} over"
+        if self._ray is None:
+            self._has_given_way = True
+            self._tell(f"{who}: this one ends, the deployment goes on.")
+            return
+        self._tell(f"{who}. Ray and the workers live with this process: Ctrl-C ends them.")
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        self._check_ray()
+        for task in done:
+            task.result()
+
+    def _tell(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     async def _watch_ray(self) -> None:
         """For as long as the embedded Ray lives; raises when it does not. A cluster is watched by its own."""
@@ -267,7 +286,7 @@ class Supervisor:
             await self._wait(ended, drain_s + FRONT_END_EXIT_S if orderly else FAILED_DRAIN_S)
         front_end.kill()
         await asyncio.gather(ended, return_exceptions=True)
-        if self._plan.config.attach or not self._has_ray:
+        if self._plan.config.attach or self._has_given_way or not self._has_ray:
             return
         embedded = self._plan.config.ray_address is None
         if not (embedded and self._interrupts.hurry.is_set()):
@@ -295,5 +314,7 @@ class Supervisor:
         self._console.print("Try it:\n")
         curl = f"curl -N {self._url}/generate{key} -H 'content-type: application/json' -d '{body}'"
         self._console.print(curl, soft_wrap=True, markup=False, highlight=False)
+        if config.attach:
+            self._tell(f"\nIt has taken deployment {config.deployment} over: a front end that served it before ends.")
         what = f"this front end, deployment {config.deployment} goes on" if config.attach else "it"
         self._console.print(f"\nCtrl-C ends {what}.", style="dim", highlight=False)

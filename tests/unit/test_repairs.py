@@ -143,6 +143,22 @@ def test_when_none_is_left_new_ones_start(num_spares: int) -> None:
     run(body, num_spares=num_spares)
 
 
+def test_a_replacement_that_fails_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(deployment: Deployment) -> None:
+        deployment.cluster.fail(0, "load", die)
+        deployment.cluster.alive[0].died.set()
+        async with asyncio.timeout(WAIT_S):
+            while not any("the next attempt comes in" in line for line in caplog.messages):
+                await asyncio.sleep(0.001)
+        deployment.cluster.heal()
+        await repaired(deployment)
+        assert deployment.serving() == [0, 1, 2]
+        line = next(line for line in caplog.messages if "not replaced yet" in line)
+        assert "worker 0: its process died" in line
+
+    run(body, num_workers=3)
+
+
 def test_too_few_seats_wait_for_a_new_worker() -> None:
     async def body(deployment: Deployment) -> None:
         deployment.cluster.alive[1].died.set()
@@ -163,8 +179,11 @@ def test_a_start_that_fails_is_tried_again() -> None:
         deployment.cluster.alive[1].died.set()
         await deployment.until(lambda view: view.state == "recovering")
         await deployment.called(0, "load") if (2, "load") not in deployment.cluster.calls else None
-        await asyncio.sleep(0.2)
-        assert deployment.view().state == "recovering"
+        view = await deployment.until(lambda view: "; the next comes in 0.2 s" in (view.cause or ""))
+        assert view.state == "recovering"
+        assert view.cause is not None
+        assert "no worker is left: waiting for 1 to start; the last attempt failed: worker " in view.cause
+        assert "its process died; the next comes in 0.2 s" in view.cause
         deployment.cluster.heal()
         await repaired(deployment)
         assert len(deployment.serving()) == 2
