@@ -8,7 +8,20 @@ from moeray.elastic.view import Attachment, ClusterView, FaultView, OperationVie
 
 
 class ControlClient(Protocol):
-    """An asynchronous way to the controller; every call ends within its deadline or raises `MoerayError`."""
+    """An asynchronous way to the controller; every call but `ping` ends within its deadline or raises
+    `MoerayError`.
+    """
+
+    async def ping(self) -> None:
+        """Returns when the controller answers, which costs it nothing, however long that takes; `MoerayError` if it
+        cannot be reached.
+        """
+
+    async def end_hung(self) -> str | None:
+        """End the controller's process, which lives and does not answer; it is started anew.
+
+        Returns which one that was, None if it is not known to live.
+        """
 
     async def attach(self) -> Attachment:
         """Take the lease of the deployment: the newest one wins, workers drop messages of older ones."""

@@ -3,17 +3,18 @@
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from moeray.api.control import ControlClient
 from moeray.api.errors import no_controller
 from moeray.api.formats import encode_json
+from moeray.api.kept import Kept
 from moeray.comm.errors import MoerayError
+from moeray.elastic.view import FaultView
 
 
 class Faults:
     """The handler, with what it needs."""
 
-    def __init__(self, control: ControlClient) -> None:
-        self._control = control
+    def __init__(self, told: Kept[tuple[FaultView, ...]]) -> None:
+        self._told = told
 
     def routes(self) -> APIRouter:
         router = APIRouter()
@@ -21,9 +22,9 @@ class Faults:
         return router
 
     async def faults(self) -> Response:
-        """All that are remembered, the newest last."""
+        """All that are remembered, the newest last; with `age_s` and `reason` if the controller does not answer."""
         try:
-            views = await self._control.faults()
+            told = await self._told.soon()
         except MoerayError as error:
             raise no_controller(error) from error
-        return Response(encode_json({"faults": views}), media_type="application/json")
+        return Response(encode_json({"faults": told.value, **told.fields()}), media_type="application/json")

@@ -7,11 +7,11 @@ or is gone, goes on at another one after the tokens that it has; while there is 
 """
 
 import asyncio
-import contextlib
 import logging
 
 from moeray.api.answers import Answers
 from moeray.api.assignment import Assignment
+from moeray.api.availability import Availability
 from moeray.api.control import ControlClient
 from moeray.api.errors import ApiError, timed_out, unavailable
 from moeray.api.ledger import Ledger, RequestEntry
@@ -19,7 +19,7 @@ from moeray.api.links import LinkFactory, Links
 from moeray.api.members import Members
 from moeray.api.metrics import Metrics
 from moeray.api.operation_watch import OperationWatch
-from moeray.api.recovery import Recovery
+from moeray.api.pulse import Pulse
 from moeray.api.router import MemberKey, Router
 from moeray.api.settings import ServerSettings
 from moeray.api.watch import ControllerWatch
@@ -28,8 +28,6 @@ from moeray.elastic.view import Attachment, ClusterView, ModelView, OperationVie
 from moeray.worker.messages import Attached, EngineFailed, FromWorker, HandedOver, Rejected, StepOutput
 
 logger = logging.getLogger(__name__)
-
-SETTLE_POLL_S = 0.01
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
@@ -47,21 +45,31 @@ class FrontEnd:
         self._watch = ControllerWatch(
             control, poll_s=settings.view_poll_s, on_attached=self._on_lease, on_view=self._on_view
         )
-        self._operations = OperationWatch(control, metrics.operations, metrics.faults, poll_s=settings.view_poll_s)
+        self.operations = OperationWatch(control, metrics.operations, metrics.faults, poll_s=settings.view_poll_s)
         self._link_factory = link_factory
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._idle.set()
         self._next_id = 0
-        self._failure: str | None = None
         self.is_draining = False
-        self.view: ClusterView | None = None
+        self.superseded = asyncio.Event()
         self.ledger = Ledger(settings.max_queue)
         self.router = Router(settings.max_inflight_per_worker)
         self.counters = WorkerCounters()
         self._members = Members(self.router)
-        self._recovery = Recovery(settings.recovery_timeout_s, self._on_recovery_timeout)
+        self._pulse = Pulse(
+            control,
+            on_change=lambda: self.availability.update(),
+            may_end=lambda: self.availability.failure is None,
+        )
+        self.availability = Availability(
+            self.router,
+            self._members,
+            self._pulse,
+            recovery_timeout_s=settings.recovery_timeout_s,
+            on_timeout=self._on_recovery_timeout,
+        )
         self._assignment = Assignment(self.ledger, self.router, metrics)
         self._answers = Answers(self.ledger, self.router, self._assignment, metrics)
 
@@ -69,25 +77,32 @@ class FrontEnd:
     def _links(self) -> Links | None:
         return self._assignment.links
 
+    @property
+    def view(self) -> ClusterView | None:
+        """What the controller told last."""
+        return self.availability.view
+
     # Life of the front end
 
     async def start(self) -> None:
         """Follow the controller from now on; does not wait for it."""
-        work = {"watch": self._follow(), "operations": self._operations.run(), "heartbeat": self._beat()}
+        work = {
+            "watch": self._follow(),
+            "pulse": self._pulse.run(),
+            "operations": self.operations.run(),
+            "heartbeat": self._beat(),
+        }
         for name, task in work.items():
             self._tasks.append(asyncio.create_task(task, name=f"front end {name}"))
             self._tasks[-1].add_done_callback(_log_end)
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until it is known whether requests can be taken, if that comes soon."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.view is None or (self.view.state == "serving" and not self.router.members):
-                    await asyncio.sleep(SETTLE_POLL_S)
+        await self.availability.settle(timeout_s)
 
     async def close(self) -> None:
         """End what still runs and close the connections."""
-        self._recovery.close()
+        self.availability.close()
         self._assignment.fail_all(unavailable("the server is stopping", code="stopping"))
         for task in self._tasks:
             task.cancel()
@@ -111,29 +126,15 @@ class FrontEnd:
 
     def cause(self) -> str | None:
         """Why nothing can be generated now, in one line; None if it can."""
-        view = self.view
-        if self._failure is not None:
-            return self._failure
-        if view is None:
-            return "the controller has not answered yet"
-        if view.state != "serving":
-            return view.cause or f"the cluster is {view.state}"
-        if self._recovery.is_over or not (self.router.members or self._is_between_workers()):
-            dead = [member.slot for member in view.members if member.state == "dead"]
-            return f"workers {dead} are dead: waiting for a new group" if dead else "no worker serves"
-        return None
-
-    def _is_between_workers(self) -> bool:
-        """The last worker of an epoch has left, and those of the next one are about to answer."""
-        return self._members.has_served and self._links is not None and self._links.is_connecting
+        return self.availability.cause()
 
     def require_model(self) -> ModelView:
         """The served model; raises `ApiError` (503) while requests cannot be taken."""
         if self.is_draining:
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
         view = self.view
-        is_ended = self._failure is not None or self._recovery.is_over
-        if not is_ended and view is not None and view.state == "serving" and view.model is not None:
+        is_taking = view is not None and view.state == "serving" and not self.availability.is_given_up
+        if view is not None and is_taking and view.model is not None:
             return view.model
         code = "recovering" if view is not None and view.state == "recovering" else "not_serving"
         raise unavailable(f"not serving: {self.cause() or 'the model is not known yet'}", code=code)
@@ -141,7 +142,7 @@ class FrontEnd:
     def on_operation(self, view: OperationView) -> None:
         """An operation was begun, or has ended: count it, and hear of its end."""
         self._metrics.operations.on_operation(view)
-        self._operations.nudge()
+        self.operations.nudge()
 
     # Life of a request
 
@@ -210,12 +211,13 @@ class FrontEnd:
     def _on_attached(self, member: MemberKey, message: Attached) -> None:
         self.counters.update(member, message.stats)
         if self._links is None or message.lease != self._links.lease:
-            self._failure = "another front end has taken the lease"
-            logger.error("[slot %d] %s", member[0], self._failure)
-            self._assignment.fail_all(unavailable(self._failure, code="superseded"))
+            failure = self.availability.failure = "another front end has taken the lease"
+            logger.error("[slot %d] %s", member[0], failure)
+            self._assignment.fail_all(unavailable(failure, code="superseded"))
+            self.superseded.set()
             return
         self._members.route(member)
-        self._recovery.update(self._is_served())
+        self.availability.update()
         self._assignment.pump()
 
     # Members come and go
@@ -224,19 +226,31 @@ class FrontEnd:
         try:
             await self._watch.run()
         except Exception as error:
-            self._failure = f"the front end lost the controller: {error!r}"
-            self._assignment.fail_all(unavailable(self._failure))
+            failure = self.availability.failure = f"the front end lost the controller: {error!r}"
+            self._assignment.fail_all(unavailable(failure))
             raise
 
     def _on_lease(self, attachment: Attachment) -> None:
-        self._assignment.links = Links(attachment, self._link_factory, self._on_message, self._answers.on_broken)
+        self._assignment.links = self.availability.links = Links(
+            attachment,
+            self._link_factory,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            on_broken=self._answers.on_broken,
+        )
+
+    def _on_lost(self, member: MemberKey) -> None:
+        """Its connection broke: it gets nothing until it answers again. What it has waits a moment for that."""
+        self.router.set_away(member)
+        self._pulse.nudge()
+        self.availability.update()
 
     def _on_view(self, view: ClusterView) -> None:
         links = self._links
         assert links is not None
-        self.view = view
+        self.availability.view = view
         self._metrics.on_view(view)
-        self._operations.nudge()
+        self.operations.nudge()
         logger.info("[epoch %d] %s, members %s", view.epoch, view.state, [m.slot for m in view.members])
         if view.state == "failed":
             self._assignment.fail_all(unavailable(f"the cluster failed: {view.cause}", code="cluster_failed"))
@@ -248,7 +262,7 @@ class FrontEnd:
             self.router.remove(member)  # all of them before one's sequences go to another
         for member in lost:
             self._lose(member, view.cause or f"worker {member[0]} is {self._members.state_of(member)}")
-        self._recovery.update(self._is_served())
+        self.availability.update()
         self._assignment.pump()
 
     def _lose(self, member: MemberKey, cause: str) -> None:
@@ -262,14 +276,7 @@ class FrontEnd:
             self._assignment.pump()
         else:
             self._assignment.resubmit(sequences, "lost")
-            self._recovery.update(self._is_served())
-
-    def _is_served(self) -> bool:
-        """Whether requests get on: a group without dead members serves, and one of it is known to take requests."""
-        view = self.view
-        if view is None or view.state != "serving" or not self.router.members:
-            return False
-        return not any(member.rank is not None and member.state == "dead" for member in view.members)
+            self.availability.update()
 
     def _on_recovery_timeout(self) -> None:
         timeout_s = self._settings.recovery_timeout_s

@@ -69,7 +69,7 @@ class SocketLinks:
 LINKED_STATES = ("joining", "serving", "leaving")
 
 OnMessage = Callable[[MemberKey, FromWorker], None]
-OnBroken = Callable[[MemberKey], None]
+OnLink = Callable[[MemberKey], None]
 
 # A connection that breaks because the worker died is the controller's matter, which is heard of sooner than this.
 BROKEN_WAIT_S = 0.5
@@ -81,21 +81,30 @@ class _Peer:
     receiver: asyncio.Task[None]
     watch: asyncio.Task[None]
     is_attached: bool = field(default=False)
+    is_lost: bool = field(default=False)
 
 
 class Links:
     """All connections of one lease. `update` follows the view.
 
-    Messages arrive at `on_message` on the event loop. `on_broken` hears of members whose connection was lost and made
-    again: messages of both sides may be missing.
+    Messages arrive at `on_message` on the event loop. `on_lost` hears at once of a member whose connection broke: it
+    is not attached until it answers again. `on_broken` hears of it a moment later: messages of both sides may be
+    missing.
     """
 
     def __init__(
-        self, attachment: Attachment, factory: LinkFactory, on_message: OnMessage, on_broken: OnBroken
+        self,
+        attachment: Attachment,
+        factory: LinkFactory,
+        *,
+        on_message: OnMessage,
+        on_lost: OnLink,
+        on_broken: OnLink,
     ) -> None:
         self._attachment = attachment
         self._factory = factory
         self._on_message = on_message
+        self._on_lost = on_lost
         self._on_broken = on_broken
         self._peers: dict[MemberKey, _Peer] = {}
 
@@ -107,6 +116,11 @@ class Links:
     def is_connecting(self) -> bool:
         """Whether a member has not answered the attach yet."""
         return any(not peer.is_attached for peer in self._peers.values())
+
+    @property
+    def lost(self) -> tuple[MemberKey, ...]:
+        """Members whose connection broke, and that have not answered since."""
+        return tuple(key for key, peer in self._peers.items() if peer.is_lost)
 
     def is_attached(self, key: MemberKey) -> bool:
         return (peer := self._peers.get(key)) is not None and peer.is_attached
@@ -162,9 +176,12 @@ class Links:
     async def _watch(self, key: MemberKey, link: WorkerLink) -> None:
         while True:
             await link.broke()
+            peer = self._peers[key]
+            peer.is_attached, peer.is_lost = False, True
+            self._on_lost(key)
+            link.send(Attach(self.lease))  # it waits until the connection is made again
             await asyncio.sleep(BROKEN_WAIT_S)
-            logger.warning("[slot %d] the connection was lost and made again", key[0])
-            link.send(Attach(self.lease))
+            logger.warning("[slot %d] the connection was lost%s", key[0], "" if peer.is_lost else " and made again")
             self._on_broken(key)
 
     async def _receive(self, key: MemberKey, link: WorkerLink) -> None:
@@ -175,7 +192,8 @@ class Links:
                 self._on_message(key, EngineFailed(*key, f"the connection broke: {error}"))
                 return
             if isinstance(message, Attached) and message.lease == self.lease:
-                self._peers[key].is_attached = True
+                peer = self._peers[key]
+                peer.is_attached, peer.is_lost = True, False
             try:
                 self._on_message(key, message)
             except Exception:

@@ -5,6 +5,7 @@ import logging
 
 from moeray.api.control import ControlClient
 from moeray.api.fault_metrics import FaultMetrics
+from moeray.api.kept import Kept
 from moeray.api.operation_metrics import OperationMetrics
 from moeray.comm.errors import MoerayError
 from moeray.elastic.view import OperationView
@@ -15,7 +16,10 @@ RETRY_S = 1.0
 
 
 class OperationWatch:
-    """`nudge` it when something may have begun: the view changed."""
+    """`nudge` it when something may have begun: the view changed.
+
+    `told_operations` and `told_faults` are what it heard last.
+    """
 
     def __init__(
         self, control: ControlClient, operations: OperationMetrics, faults: FaultMetrics, *, poll_s: float
@@ -24,6 +28,8 @@ class OperationWatch:
         self._operations = operations
         self._faults = faults
         self._poll_s = poll_s
+        self.told_operations = Kept(control.operations)
+        self.told_faults = Kept(control.faults)
         self._changed = asyncio.Event()
         self._asks_again = False
 
@@ -53,7 +59,7 @@ class OperationWatch:
 
     async def _look(self) -> OperationView | None:
         """Count what is new; returns the operation that runs."""
-        self._asks_again = self._faults.on_faults(await self._control.faults())
-        views = await self._control.operations()
+        self._asks_again = self._faults.on_faults(await self.told_faults.fresh())
+        views = await self.told_operations.fresh()
         self._operations.on_operations(views)
         return next((view for view in views if view.outcome is None), None)

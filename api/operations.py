@@ -26,6 +26,7 @@ from moeray.api.errors import (
 )
 from moeray.api.formats import encode_json
 from moeray.api.front_end import FrontEnd
+from moeray.api.kept import Told, soon
 from moeray.api.parsing import parse
 from moeray.api.scale_schemas import RebalanceFields, ScaleElasticEPFields, ScaleFields
 from moeray.api.settings import ServerSettings
@@ -89,21 +90,26 @@ class Operations:
         return _started(await self._start(self._control.rebalance, request))
 
     async def operations(self) -> Response:
-        """All that are remembered, the oldest first."""
-        return _json({"operations": await self._history()})
+        """All that are remembered, the oldest first; with `age_s` and `reason` if the controller does not answer."""
+        told = await self._history()
+        return _json({"operations": told.value, **told.fields()})
 
     async def operation(self, operation_id: str) -> Response:
+        """One of them, as above."""
         try:
-            view = await self._control.operation(operation_id)
+            view, beside = await soon(self._control.operation(operation_id)), {}
         except MoerayError as error:
-            raise no_controller(error) from error
+            told = await self._history()
+            view, beside = next((view for view in told.value if view.operation_id == operation_id), None), told.fields()
+            if view is None:
+                raise no_controller(error) from error
         if view is None:
             raise not_found(
                 f"operation {operation_id[:128]!r} is unknown, it was never started or is forgotten",
                 param="operation_id",
                 code="operation_not_found",
             )
-        return _json(view)
+        return _json({**msgspec.structs.asdict(view), **beside})
 
     async def scale_elastic_ep(self, http: Request) -> Response:
         """Scale and wait for the end. 400, 408 and 500 mean what they do in vLLM; the old size serves on then."""
@@ -128,7 +134,7 @@ class Operations:
 
     async def is_scaling_elastic_ep(self) -> Response:
         """Whether an operation runs, with the fields that SGLang's users read beside it."""
-        views = await self._history()
+        views = (await self._history()).value
         last = views[-1] if views else None
         body: dict[str, Any] = {
             "is_scaling_elastic_ep": last is not None and last.outcome is None,
@@ -180,9 +186,9 @@ class Operations:
                 await asyncio.sleep(RETRY_S)
         return view
 
-    async def _history(self) -> tuple[OperationView, ...]:
+    async def _history(self) -> Told[tuple[OperationView, ...]]:
         try:
-            return await self._control.operations()
+            return await self._front_end.operations.told_operations.soon()
         except MoerayError as error:
             raise no_controller(error) from error
 

@@ -70,5 +70,5 @@ def create_app(settings: ServerSettings, control: ControlClient, *, link_factory
     app.include_router(generation.routes())
     app.include_router(status.routes())
     app.include_router(operations.routes())
-    app.include_router(Faults(control).routes())
+    app.include_router(Faults(front_end.operations.told_faults).routes())
     return app

@@ -135,7 +135,7 @@ class Status:
             "cause": cause,
             "cluster": None if view is None else view.state,
             "epoch": None if view is None else view.epoch,
-            "num_serving": len(self._front_end.router.members),
+            "num_serving": self._front_end.availability.num_serving,
         }
         return _json(body, 200 if cause is None else 503)
 

@@ -15,6 +15,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moeray.comm.errors import GroupError
 
@@ -53,25 +54,52 @@ class Fault:
 
 def parse(text: str) -> tuple[Fault, ...]:
     """All faults of a file. `ValueError` names the line and what it must be."""
-    return tuple(_parse_line(line) for line in text.splitlines() if line.strip())
+    faults = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                faults.append(_parse_line(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}, {error}") from None
+    return tuple(faults)
+
+
+def read(path: Path) -> tuple[Fault, ...]:
+    """All faults of the file at `path`; none if it is not there yet. `ValueError` names the file as well."""
+    try:
+        return parse(path.read_text())
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{VARIABLE} names {path}, which is no list of faults: {error}") from error
+
+
+def _number(line: str, name: str, text: str, kind: type[int] | type[float]) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{line!r}: {name} is {text!r}, must be a number") from None
 
 
 def _parse_line(line: str) -> Fault:
-    slot, point, how, *options = line.split()
+    words = line.split()
+    if len(words) < 3:
+        raise ValueError(f"{line!r}: must be SLOT POINT HOW [step=N] [seconds=S] [incarnation=I]")
+    slot, point, how, *options = words
     if point not in POINTS:
         raise ValueError(f"{line!r}: the point is {point!r}, must be one of {', '.join(POINTS)}")
     if how not in WAYS:
         raise ValueError(f"{line!r}: it fails by {how!r}, must be one of {', '.join(WAYS)}")
-    given = dict(option.split("=", 1) for option in options)
+    given = {name: value for name, _, value in (option.partition("=") for option in options)}
     if unknown := set(given) - {"step", "seconds", "incarnation"}:
         raise ValueError(f"{line!r}: option {min(unknown)!r} is unknown, must be step, seconds or incarnation")
     return Fault(
-        slot=int(slot),
+        slot=_number(line, "the slot", slot, int),
         point=point,
         how=how,
-        step=int(given.get("step", 0)),
-        seconds=float(given.get("seconds", 0.0)),
-        incarnation=int(given["incarnation"]) if "incarnation" in given else None,
+        step=_number(line, "step", given.get("step", "0"), int),
+        seconds=_number(line, "seconds", given.get("seconds", "0"), float),
+        incarnation=_number(line, "incarnation", given["incarnation"], int) if "incarnation" in given else None,
     )
 
 
@@ -83,7 +111,7 @@ class FaultPoints:
         self.incarnation = -1
         self.step = 0
         self._faults: tuple[Fault, ...] = ()
-        self._read_at = -1
+        self._read_at: tuple[int, int] | None = None
         self._fired: set[Fault] = set()
 
     def here(self, slot: int, incarnation: int) -> None:
@@ -100,13 +128,18 @@ class FaultPoints:
                 self._fail(fault)
 
     def _known(self) -> tuple[Fault, ...]:
+        """What the file says now, or said before it became something else: nobody dies of a typing mistake."""
         path = Path(os.environ[VARIABLE])
         try:
-            changed_at = path.stat().st_mtime_ns
-        except FileNotFoundError:
+            found = path.stat()
+        except OSError:
             return ()
-        if changed_at != self._read_at:
-            self._faults, self._read_at = parse(path.read_text()), changed_at
+        if (read_at := (found.st_mtime_ns, found.st_size)) != self._read_at:
+            self._read_at = read_at
+            try:
+                self._faults = read(path)
+            except ValueError as error:
+                logger.error("%s; what it said before stays", error)
         return self._faults
 
     def _fail(self, fault: Fault) -> None:

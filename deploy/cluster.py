@@ -4,6 +4,7 @@ All nodes of a cluster share a token. The head makes it; it reaches the other no
 (scp), never by ours.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from moeray.deploy.processes import descendants, end_processes
 DEFAULT_PORT = 6379
 OBJECT_STORE_BYTES = 100 << 20
 START_TIMEOUT_S = 120.0
+# What Ray says of an attempt without the cluster's token.
+REFUSED = "InvalidAuthToken"
 # Ray itself tries for minutes, and cannot be interrupted meanwhile.
 CONNECT_TIMEOUT_S = 3.0
 
@@ -139,8 +143,6 @@ def _is_of(process: psutil.Process, mark: str) -> bool:
 def check_answers(address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
     """Raises `StartupError` if nothing listens at host:port, or does not answer in time."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise StartupError(f"ray_address is {address!r}, must be host:port or auto")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except TimeoutError:
@@ -150,25 +152,65 @@ def check_answers(address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None
         raise StartupError(f"no way to Ray at {address}: {reason}") from error
 
 
+def token_path(environ: Mapping[str, str]) -> Path:
+    """Where the token of the cluster that is connected to lies, as Ray looks for it."""
+    named = environ.get("RAY_AUTH_TOKEN_PATH")
+    return Path(named) if named else default_token_path()
+
+
+def connection_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What Ray needs beside `environ` to connect: a token that is there is shown, unless somebody chose otherwise."""
+    has_token = "RAY_AUTH_TOKEN" in environ or token_path(environ).is_file()
+    return {
+        name: value
+        for name, value in RAY_QUIET.items()
+        if name not in environ and (name != "RAY_AUTH_MODE" or has_token)
+    }
+
+
 def connect(address: str, *, namespace: str) -> str:
     """Connect this process to a running cluster, of which this host is a node. Raises `StartupError`."""
     if address != "auto":
         check_answers(address)
-    for name, value in RAY_QUIET.items():
-        if name != "RAY_AUTH_MODE":  # the cluster's own mode counts
-            os.environ.setdefault(name, value)
+    os.environ.update(connection_variables(os.environ))
 
     import ray
+    from ray.exceptions import AuthenticationError
 
+    said = ""
     try:
-        context = ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+        with tempfile.TemporaryFile() as messages:
+            try:
+                with _stderr_to(messages.fileno()):
+                    context = ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
+            finally:
+                messages.seek(0)
+                said = messages.read().decode(errors="replace")
+    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError, AuthenticationError) as error:
+        if isinstance(error, AuthenticationError) or REFUSED in said:
+            raise StartupError(
+                f"no way to Ray at {address}: the cluster's access token, {token_path(os.environ)} here, is missing or "
+                "wrong: copy it from the head, where `moeray cluster start --head` has said where it is, or name it in "
+                "RAY_AUTH_TOKEN_PATH"
+            ) from error
         lines = str(error).strip().splitlines()
         raise StartupError(
             f"no way to Ray at {address}: {lines[0] if lines else type(error).__name__} "
             "(is this host a node of the cluster? `moeray cluster start --join` makes it one)"
         ) from error
     return str(context.address_info["gcs_address"])
+
+
+@contextlib.contextmanager
+def _stderr_to(file: int) -> Iterator[None]:
+    """What Ray's own code says of an attempt goes there: the user gets one line from us."""
+    terminal = os.dup(2)
+    os.dup2(file, 2)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
 
 
 def disconnect() -> None:

@@ -41,6 +41,8 @@ def num_usable_cpus() -> int:
 
 # An exchange may hang although both of its sockets are dead; it ends by itself after so many stall time-outs.
 GROUP_TIMEOUTS = 3.0
+# Workers are asked how far they are every 0.2 s, and may be busy.
+LEAST_STALL_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,10 @@ class ServeConfig:
             self._check_attach()
         if self.ray_address is None:
             self._check_embedded()
+        elif self.ray_address != "auto":
+            host, _, port = self.ray_address.rpartition(":")
+            if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+                raise ValueError(f"ray_address is {self.ray_address!r}, must be host:port or auto")
         if self.beyond_loopback and self.admin_key is None:
             raise ValueError(f"host is {self.host!r}, beyond loopback: admin_key must be given, it guards control")
         for name, number in (
@@ -121,10 +127,14 @@ class ServeConfig:
             ("start_timeout_s", self.start_timeout_s),
             ("orphan_timeout_s", self.orphan_timeout_s),
             ("recovery_timeout_s", self.recovery_timeout_s),
-            ("stall_timeout_s", self.stall_timeout_s),
         ):
             if number is not None and not 0 < number < math.inf:
                 raise ValueError(f"{name} is {number}, must be more than 0 and finite")
+        if self.kv_cache_gib is not None and self.kv_cache_gib * (1 << 30) < 1:
+            raise ValueError(f"kv_cache_gib is {self.kv_cache_gib}, must be at least a byte")
+        if not LEAST_STALL_TIMEOUT_S <= self.stall_timeout_s < math.inf:
+            limit = f"at least {LEAST_STALL_TIMEOUT_S:g} and finite"
+            raise ValueError(f"stall_timeout_s is {self.stall_timeout_s}, must be {limit}")
         for name, number in (
             ("drain_timeout_s", self.drain_timeout_s),
             ("cpus_per_worker", self.cpus_per_worker),

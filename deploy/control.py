@@ -1,11 +1,14 @@
 """The way to the controller over Ray, for the front end and the supervisor."""
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
+import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from moeray.api.control import ControlClient
@@ -23,12 +26,15 @@ class RayControl(ControlClient):
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
+        self._home: tuple[int, str] | None = None
+        self._local_process: psutil.Process | None = None
 
-    async def _call(self, name: str, call: Awaitable[T], timeout_s: float) -> T:
+    async def _call(self, name: str, call: Awaitable[T], timeout_s: float | None) -> T:
         try:
             async with asyncio.timeout(timeout_s):
                 return await call
         except TimeoutError:
+            assert timeout_s is not None
             raise ControlTimeout(f"the controller did not answer {name} within {timeout_s:g} s") from None
         except RayTaskError as error:
             if isinstance(error.cause, ValueError | OperationRefused):
@@ -38,6 +44,32 @@ class RayControl(ControlClient):
             raise ControlTimeout(f"the controller did not answer {name}: its process cannot be reached") from None
         except RayError as error:
             raise WorkerDied(f"the controller: {one_line(error)}") from error
+
+    async def ping(self) -> None:
+        home: tuple[int, str] = await self._call("ping", self._controller.ping.remote(), None)
+        if home != self._home:
+            self._home, self._local_process = home, None
+            pid, node = home
+            if node == ray.get_runtime_context().get_node_id():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._local_process = psutil.Process(pid)
+
+    async def end_hung(self) -> str | None:
+        if self._home is None:
+            return None
+        pid, node = self._home
+        if node == ray.get_runtime_context().get_node_id():
+            # Only the process that has answered before: another one may just be starting.
+            if self._local_process is None or not self._local_process.is_running():
+                return None
+            self._local_process.kill()
+        else:
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await asyncio.to_thread(ray.kill, self._controller, no_restart=False)
+            except (RayError, ValueError, TimeoutError) as error:
+                raise MoerayError(f"Ray did not end it: {one_line(error)}") from error
+        return f"its process {pid}"
 
     async def start(self) -> None:
         await self._call("start", self._controller.start.remote(), CALL_TIMEOUT_S * 6)

@@ -26,6 +26,8 @@ RAY_QUIET = {
 RAY_EMBEDDED = RAY_QUIET | {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    # The only node is this host: if it is silent for a while, it was busy, and nobody else could serve. 30 s.
+    "RAY_health_check_failure_threshold": "60",
 }
 
 # A head without this file in its home asks the cloud's metadata service who it is.
@@ -57,6 +59,12 @@ def worker_variables(*, threads: int, embedded: bool, environ: Mapping[str, str]
     if embedded:
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     return variables | {name: environ[name] for name in PASSED_ON if name in environ}
+
+
+def check_faults(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises `ValueError` with file, line and what is allowed if faults are asked for in words that nobody knows."""
+    if faults.VARIABLE in environ:
+        faults.read(Path(environ[faults.VARIABLE]))
 
 
 def write_head_home(directory: Path) -> Path:

@@ -54,8 +54,14 @@ class FrontEndKeeper:
     def pid(self) -> int:
         return self._current.pid
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether another front end serves now, so that none follows here."""
+        return self._current.was_superseded
+
     async def keep(self, settings: Mapping[str, Any]) -> None:
-        """Returns when the last one has ended, which `terminate` or `kill` asked for.
+        """Returns when the last one has ended, which `terminate` or `kill` asked for, or another deployment's front
+        end that took its lease (`is_superseded`).
 
         Raises `StartupError` with its last words if the first one ends before it is ready, or too many die.
         """
@@ -63,7 +69,7 @@ class FrontEndKeeper:
             await self._follow(settings)
             words = self._current.last_words()
             self._current.kill()
-            if self._ending.is_set():
+            if self._ending.is_set() or self.is_superseded:
                 return
             pause_s = self._restarts.pause_s()
             if not self._ready.is_set():

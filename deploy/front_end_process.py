@@ -15,6 +15,7 @@ from moeray.comm.errors import StartupError
 
 MODULE = "moeray.deploy.frontend"
 READY = "ready"
+SUPERSEDED = 3  # its exit code when another front end has taken the lease
 
 
 class FrontEndProcess:
@@ -63,6 +64,11 @@ class FrontEndProcess:
     async def ended(self) -> int:
         """Returns when the process has ended, with its exit code."""
         return await asyncio.to_thread(self._process.wait)
+
+    @property
+    def was_superseded(self) -> bool:
+        """Whether it has ended because another front end serves the deployment."""
+        return self._process.poll() == SUPERSEDED
 
     def last_words(self) -> str:
         """In one line how it ended, for a person."""

@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -23,8 +22,7 @@ from moeray.api.front_end import FrontEnd
 from moeray.api.server import create_app
 from moeray.api.settings import ServerSettings
 from moeray.comm.errors import MoerayError
-from moeray.deploy.front_end_process import READY
-from moeray.deploy.processes import end_processes, known_processes
+from moeray.deploy.front_end_process import READY, SUPERSEDED
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +65,11 @@ def main() -> None:
     os.environ.update(message["environment"])
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            orphaned = runner.run(_serve(message, listener))
+            superseded = runner.run(_serve(message, listener))
     except MoerayError as error:
         sys.exit(str(error))
-    if orphaned:
-        _clean_up(message["embedded"])
+    if superseded:
+        sys.exit(SUPERSEDED)
 
 
 def _read_line() -> bytes:
@@ -89,15 +87,8 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _clean_up(embedded: dict[str, Any] | None) -> None:
-    """Do what the supervisor, killed, cannot: some of Ray's helpers would stay for minutes."""
-    if embedded is not None:
-        end_processes(known_processes(embedded["processes"]), timeout_s=0.0)
-        shutil.rmtree(embedded["directory"], ignore_errors=True)
-
-
 async def _serve(message: dict[str, Any], listener: socket.socket) -> bool:
-    """Serve until told to end. Returns whether that was because the supervisor is gone."""
+    """Serve until told to end, or the supervisor is gone; returns whether another front end has taken the lease."""
     control = _connect(message["ray_address"], message["deployment"])
     app = create_app(ServerSettings(**message["server"]), control)
     front_end: FrontEnd = app.state.front_end
@@ -112,19 +103,20 @@ async def _serve(message: dict[str, Any], listener: socket.socket) -> bool:
     _on_end_of_input(lambda: loop.call_soon_threadsafe(orphaned.set))
 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    others: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (asked, orphaned)]
+    superseded = front_end.superseded
+    others: list[asyncio.Task[Any]] = [asyncio.create_task(event.wait()) for event in (asked, orphaned, superseded)]
     others.append(asyncio.create_task(_tell_when_ready(front_end, server)))
-    await asyncio.wait([serving, *others[:2]], return_when=asyncio.FIRST_COMPLETED)
-    if not orphaned.is_set() and not serving.done():
+    await asyncio.wait([serving, *others[:3]], return_when=asyncio.FIRST_COMPLETED)
+    if asked.is_set() and not serving.done():
         front_end.begin_drain()
         others.append(asyncio.create_task(front_end.drained(message["drain_timeout_s"])))
-        await asyncio.wait([serving, others[1], others[-1]], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, *others[1:3], others[-1]], return_when=asyncio.FIRST_COMPLETED)
     server.end()
     await serving
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    return orphaned.is_set()
+    return superseded.is_set()
 
 
 def _connect(address: str, deployment: str) -> Any:

@@ -1,8 +1,11 @@
 """The embedded cluster: a Ray head on loopback that lives and dies with this process."""
 
+import atexit
 import contextlib
 import os
 import secrets
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +16,24 @@ from moeray.deploy.environment import RAY_EMBEDDED, write_head_home
 from moeray.deploy.processes import descendants, end_processes
 
 OBJECT_STORE_BYTES = 100 << 20
+ESSENTIAL = ("raylet", "gcs_server")
+
+
+def _leave() -> None:
+    """The end of this process, now: it has failed, and what Ray would do at its exit does not come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _sighup_blocked() -> Iterator[None]:
+    """What is started meanwhile is left alone when the terminal closes; this process hears of it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -45,6 +66,7 @@ class LocalRay:
         self.logs = logs
         self._token = token
         self._daemons = daemons
+        self._essential = {process: name for process in daemons if (name := process.name()) in ESSENTIAL}
 
     @classmethod
     def start(cls, directory: Path, *, namespace: str, use_gpus: bool = False) -> "LocalRay":
@@ -66,7 +88,7 @@ class LocalRay:
         _raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
         before = set(psutil.Process().children())
         try:
-            with _variable("HOME", str(home)):
+            with _variable("HOME", str(home)), _sighup_blocked():
                 context = ray.init(
                     num_cpus=0,
                     num_gpus=None if use_gpus else 0,
@@ -93,6 +115,13 @@ class LocalRay:
             daemons=list(set(psutil.Process().children()) - before),
         )
 
+    def dead(self) -> str | None:
+        """The first of those without which nothing works that does not run any more, with its process id."""
+        for process, name in self._essential.items():
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return f"{name} (pid {process.pid})"
+        return None
+
     def processes(self) -> list[psutil.Process]:
         """Ray's own processes, and the actors' that live now."""
         return descendants(self._daemons)
@@ -105,6 +134,11 @@ class LocalRay:
         import ray
 
         started = self.processes()
-        ray.shutdown()
+        if self.dead() is None:
+            ray.shutdown()
+        else:
+            # Without a raylet Ray's own end ends this process, whatever that has still to do or to say.
+            atexit.register(_leave)
+            timeout_s = 0.0
         self._token.unlink(missing_ok=True)
         return end_processes(started, timeout_s=timeout_s)

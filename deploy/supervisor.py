@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,14 @@ from rich.console import Console
 from moeray.api.settings import ServerSettings
 from moeray.comm.errors import ControlTimeout, MoerayError, StartupError
 from moeray.deploy import checkpoint, ports
+from moeray.deploy.caretaker import Caretaker
 from moeray.deploy.config import ServeConfig
+from moeray.deploy.environment import check_faults
 from moeray.deploy.front_end_keeper import FrontEndKeeper
 from moeray.deploy.interrupts import Interrupted, Interrupts
 from moeray.deploy.launch import check_resources, create_controller, find_controller, worker_factory
 from moeray.deploy.loading import loaded_text, not_finite_text
 from moeray.deploy.news import News
-from moeray.deploy.processes import marks
 from moeray.deploy.progress import FRONT_END, RAY, StartProgress
 from moeray.deploy.reserved import reserved_text
 from moeray.elastic.controller_config import ControllerConfig, namespace
@@ -36,9 +36,11 @@ from moeray.worker.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from moeray.deploy.control import RayControl
+    from moeray.deploy.local import LocalRay
 
 VIEW_POLL_S = 20.0
 VIEW_RETRY_S = 1.0
+RAY_POLL_S = 0.5
 STOP_TIMEOUT_S = 15.0
 FAILED_DRAIN_S = 2.0
 FRONT_END_EXIT_S = 5.0
@@ -61,6 +63,7 @@ class Plan:
 
 def make_plan(config: ServeConfig) -> Plan:
     """Check the checkpoint, and all options against it. Raises `CheckpointError` or `ValueError`."""
+    check_faults()
     path = checkpoint.resolve(config.model)
     decoder = checkpoint.inspect(path)
     limit = decoder.max_position_embeddings
@@ -85,27 +88,31 @@ def run(plan: Plan, console: Console) -> None:
     """
     directory = Path(tempfile.mkdtemp(prefix="moeray-"))
     keep = False
-    try:
-        Supervisor(plan, console, directory).run()
-    except MoerayError as error:
-        keep = any(directory.iterdir())
-        raise StartupError(f"{error} (logs in {directory})" if keep else str(error)) from error
-    finally:
-        if not keep:
-            shutil.rmtree(directory, ignore_errors=True)
+    with Caretaker(directory) as caretaker:
+        try:
+            Supervisor(plan, console, directory, caretaker).run()
+        except MoerayError as error:
+            keep = any(path.is_file() and path.stat().st_size for path in directory.rglob("*"))
+            raise StartupError(f"{error} (logs in {directory})" if keep else str(error)) from error
+        finally:
+            if not keep:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 class Supervisor:
     """One deployment. Blocking work happens before and after the event loop, and may be interrupted."""
 
-    def __init__(self, plan: Plan, console: Console, directory: Path) -> None:
+    def __init__(self, plan: Plan, console: Console, directory: Path, caretaker: Caretaker) -> None:
         self._plan = plan
         self._console = console
         self._directory = directory
+        self._caretaker = caretaker
+        self._ray: LocalRay | None = None
         self._interrupts = Interrupts()
         self._progress = StartProgress(console)
         self._news = News(console)
         self._is_serving = False
+        self._has_given_way = False
         self._url = ""
         self._model: ModelView | None = None
 
@@ -123,60 +130,94 @@ class Supervisor:
                     # Ray prints news of dying workers; the user gets one line from us instead.
                     self._console.file = self._console.file  # the console follows sys.stdout unless told not to
                     stack.enter_context(contextlib.redirect_stdout(messages))
-                    cluster = self._connect(stack)
-                    asyncio.run(self._live(front_end, cluster))
+                    address = self._connect(stack)
+                    asyncio.run(self._live(front_end, address))
             except (Interrupted, SystemExit):  # the latter from Ray's own handler of SIGTERM, set while it starts
                 return
             finally:
                 self._interrupts.end_at_once()
 
-    def _connect(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
-        """Ray runs afterwards and this process is connected; returns what the front end must know of it."""
+    def _connect(self, stack: contextlib.ExitStack) -> str:
+        """Ray runs afterwards and this process is connected; returns its address."""
         from moeray.deploy import cluster, local
 
         config = self._plan.config
         self._progress.begin(RAY, "starting" if config.ray_address is None else "connecting")
         name = namespace(config.deployment)
         if config.ray_address is None:
-            ray = local.LocalRay.start(self._directory, namespace=name, use_gpus=config.worker_gpus > 0)
-            stack.callback(ray.stop)
-            address = ray.address
-            embedded = {"directory": str(self._directory), "processes": marks(ray.processes())}
+            self._ray = local.LocalRay.start(self._directory, namespace=name, use_gpus=config.worker_gpus > 0)
+            stack.callback(self._ray.stop)
+            address = self._ray.address
+            self._caretaker.watch(self._ray.processes())
         else:
             address = cluster.connect(config.ray_address, namespace=name)
             stack.callback(cluster.disconnect)
-            embedded = None
         if not config.attach:
             check_resources(config)
         self._progress.done(RAY, address)
-        return {"ray_address": address, "embedded": embedded}
+        return address
 
-    async def _live(self, front_end: FrontEndKeeper, cluster: Mapping[str, Any]) -> None:
+    async def _live(self, front_end: FrontEndKeeper, address: str) -> None:
         from moeray.deploy.control import RayControl
 
         self._interrupts.attach(asyncio.get_running_loop())
         config = self._plan.config
         if config.attach:
-            actor = find_controller(config.deployment, cluster["ray_address"])
+            actor = find_controller(config.deployment, address)
         else:
             actor = create_controller(self._plan.controller, self._plan.factory)
         control = RayControl(actor)
-        ended = asyncio.create_task(front_end.keep({**self._front_end_settings(), **cluster}))
+        ended = asyncio.create_task(front_end.keep({**self._front_end_settings(), "ray_address": address}))
         serving = asyncio.Event()
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._serve(front_end, control, serving)),
             asyncio.create_task(self._watch(control, serving)),
             asyncio.create_task(self._interrupts.first.wait()),
+            asyncio.create_task(self._watch_ray()),
         ]
         try:
             done, _ = await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
+            self._check_ray()  # else whatever fails with it is taken for the cause
             for task in done:
                 task.result()
+            if front_end.is_superseded and not self._interrupts.first.is_set():
+                await self._give_way(tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end(front_end, ended, control, actor)
+
+    async def _give_way(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Another front end serves the deployment. An embedded Ray and what runs in it stay with this process."""
+        who = f"Another front end has taken deployment {self._plan.config.deployment} over"
+        if self._ray is None:
+            self._has_given_way = True
+            self._tell(f"{who}: this one ends, the deployment goes on.")
+            return
+        self._tell(f"{who}. Ray and the workers live with this process: Ctrl-C ends them.")
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        self._check_ray()
+        for task in done:
+            task.result()
+
+    def _tell(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    async def _watch_ray(self) -> None:
+        """For as long as the embedded Ray lives; raises when it does not. A cluster is watched by its own."""
+        while True:
+            self._check_ray()
+            await asyncio.sleep(RAY_POLL_S)
+
+    def _check_ray(self) -> None:
+        if self._ray is not None and (dead := self._ray.dead()) is not None:
+            raise StartupError(f"Ray's {dead} has died")
+
+    @property
+    def _has_ray(self) -> bool:
+        """Whether anything of Ray's may be called, as far as is known: without its parts it ends this process."""
+        return self._ray is None or self._ray.dead() is None
 
     def _front_end_settings(self) -> dict[str, Any]:
         return {
@@ -240,15 +281,16 @@ class Supervisor:
         """Drain if it served and nothing failed; then the front end, the workers and the controller end."""
         import ray
 
-        orderly = self._is_serving and self._interrupts.first.is_set()
+        orderly = self._has_ray and self._is_serving and self._interrupts.first.is_set()
         drain_s = self._plan.config.drain_timeout_s
         if orderly:
             self._console.print(f"Finishing running requests, {drain_s:g} s at most. Ctrl-C again ends at once.")
-        front_end.terminate()
-        await self._wait(ended, drain_s + FRONT_END_EXIT_S if orderly else FAILED_DRAIN_S)
+        if self._has_ray:
+            front_end.terminate()
+            await self._wait(ended, drain_s + FRONT_END_EXIT_S if orderly else FAILED_DRAIN_S)
         front_end.kill()
         await asyncio.gather(ended, return_exceptions=True)
-        if self._plan.config.attach:
+        if self._plan.config.attach or self._has_given_way or not self._has_ray:
             return
         embedded = self._plan.config.ray_address is None
         if not (embedded and self._interrupts.hurry.is_set()):
@@ -256,7 +298,8 @@ class Supervisor:
             await self._wait(stop, STOP_TIMEOUT_S)
             stop.cancel()
             await asyncio.gather(stop, return_exceptions=True)  # Ray's end takes what is left with it
-        ray.kill(actor, no_restart=True)
+        if self._has_ray:
+            ray.kill(actor, no_restart=True)
 
     async def _wait(self, task: asyncio.Task[Any], timeout_s: float) -> None:
         """Until the task is done, the time is over, or the user is in a hurry."""
@@ -283,5 +326,7 @@ class Supervisor:
         self._console.print("Try it:\n")
         curl = f"curl -N {self._url}/generate{key} -H 'content-type: application/json' -d '{body}'"
         self._console.print(curl, soft_wrap=True, markup=False, highlight=False)
+        if config.attach:
+            self._tell(f"\nIt has taken deployment {config.deployment} over: a front end that served it before ends.")
         what = f"this front end, deployment {config.deployment} goes on" if config.attach else "it"
         self._console.print(f"\nCtrl-C ends {what}.", style="dim", highlight=False)

@@ -74,6 +74,10 @@ class Controller:
             leave=lambda: os._exit(1),
         )
 
+    async def ping(self) -> tuple[int, str]:
+        """A sign of life: this process's id, and its node's."""
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
     async def start(self) -> None:
         await self._manager.start()
 

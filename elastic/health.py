@@ -50,6 +50,11 @@ class StallWatch:
         return min(watched.still_s for watched in self._members.values()) >= self._timeout_s / 2
 
     @property
+    def silent_s(self) -> dict[int, float]:
+        """For how long each member has not answered."""
+        return {slot: watched.silent_s for slot, watched in self._members.items()}
+
+    @property
     def overslept(self) -> list[int]:
         """Parked members that others wait for: a wake may have got lost."""
         if not self.is_anxious:

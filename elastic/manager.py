@@ -98,6 +98,7 @@ class Manager:
             is_watching=lambda: self._repairs.is_idle,
             may_judge=self._is_in_charge,
             on_stalled=self._on_stalled,
+            on_mute=self._on_mute,
         )
         self._generation = 0
         self._lease = 0
@@ -337,6 +338,11 @@ class Manager:
             incarnation = self._board.current.member(suspect.slot).incarnation
             self._scaler.lost(suspect.slot, suspect.evidence)
             self._repairs.lost(suspect.slot, incarnation, suspect.evidence, kind="stalled")
+
+    def _on_mute(self, suspect: Suspect) -> None:
+        if suspect.slot in self._board.current.survivors:
+            incarnation = self._board.current.member(suspect.slot).incarnation
+            self._repairs.lost(suspect.slot, incarnation, suspect.evidence, kind="was silent")
 
     def _fail(self, cause: str, dead: int | None = None) -> None:
         if self._board.current.state in ("failed", "stopping"):

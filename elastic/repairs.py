@@ -68,6 +68,8 @@ class Repairs:
         self._board = board
         self._save = save
         self._is_broken = False
+        self._failure: str | None = None
+        self._waiting_for = ""
         self._current: Repair | None = None
         self._work: asyncio.Task[None] | None = None
         self._replacing: asyncio.Task[None] | None = None
@@ -167,19 +169,28 @@ class Repairs:
 
     async def _until_served(self) -> None:
         pause_s, num_failed = RETRY_S, 0
+        self._failure = None
         while self._is_broken:
             self._is_broken = False
+            attempt: Repair | None = None
             try:
                 attempt = await self._attempt()
+                self._failure = None if attempt.view.outcome == "done" else attempt.view.reason
             except (MoerayError, ValueError) as error:
-                logger.warning("a repair could not begin: %s", error)
-                attempt = None
-            if attempt is None or attempt.view.outcome != "done":
+                self._failure = f"it could not begin: {error}"
+            if self._failure is not None:
                 self._is_broken = True
                 num_failed += 1
                 if not self._blame(attempt, with_errors=num_failed > PATIENT_ATTEMPTS):
+                    self._tell_failure(pause_s)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    def _tell_failure(self, pause_s: float) -> None:
+        logger.warning("the group is not repaired yet: %s; the next attempt comes in %g s", self._failure, pause_s)
+        if self._board.current.state == "recovering":
+            cause = f"{self._waiting_for}; the last attempt failed: {self._failure}; the next comes in {pause_s:g} s"
+            self._board.update(lambda now: now.recovering(cause))
 
     def _blame(self, attempt: Repair | None, *, with_errors: bool) -> bool:
         """Members that did not answer in an attempt are given up; whether there were any.
@@ -242,7 +253,9 @@ class Repairs:
         left = "no worker is left" if not survivors else f"workers {list(survivors)} cannot hold all experts"
         last = self.faults.views()[-1] if self.faults.views() else None
         cause = f"worker {last.slot}: {last.cause}; " if last is not None else ""
-        self._board.update(lambda now: now.recovering(f"{cause}{left}: waiting for {missing} to start"))
+        self._waiting_for = f"{cause}{left}: waiting for {missing} to start"
+        failed = f"; the last attempt failed: {self._failure}" if self._failure is not None else ""
+        self._board.update(lambda now: now.recovering(f"{self._waiting_for}{failed}"))
         spares = self._spares.slots[:missing]
         free = sorted({*self._spares.free_slots(), *dead})
         joiners = tuple(sorted((*spares, *free[: missing - len(spares)])))
@@ -284,7 +297,9 @@ class Repairs:
                     view = await self._scaler.wait(view.operation_id, self._config.operation_deadlines.overall_s)
                 if view.outcome == "done":
                     return
+                failure = view.reason or f"operation {view.operation_id} is still {view.phase}"
             except (MoerayError, ValueError) as error:
-                logger.warning("a lost worker is not replaced yet: %s", error)
+                failure = str(error)
+            logger.warning("a lost worker is not replaced yet: %s; the next attempt comes in %g s", failure, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)

@@ -1,10 +1,13 @@
-"""Looks how far each member is, a few times a second while they work, and tells of one that holds the others up."""
+"""Looks how far each member is, a few times a second while they work, and tells of one that holds the others up.
+
+While the group is being made again nobody can hold others up, but a member may give no sign of life.
+"""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from moeray.comm.errors import MoerayError
@@ -13,12 +16,19 @@ from moeray.comm.topology import Topology
 from moeray.elastic.board import Board
 from moeray.elastic.fleet import Fleet
 from moeray.elastic.health import StallWatch, Suspect
+from moeray.elastic.member import Member
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
 ANXIOUS_PERIOD_S = 0.05
 RESTING_PERIOD_S = 1.0
+
+
+async def _cancel(calls: Iterable[asyncio.Task[Any]]) -> None:
+    for call in (calls := list(calls)):
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 class Stalls:
@@ -33,9 +43,11 @@ class Stalls:
         is_watching: Callable[[], bool],
         may_judge: Callable[[], Awaitable[bool]],
         on_stalled: Callable[[Suspect], None],
+        on_mute: Callable[[Suspect], None],
     ) -> None:
-        """Nothing is judged while `is_watching` says no: the group is being made again. `may_judge` is asked last: it
-        tells whether it is not this process that is cut off from all others.
+        """While `is_watching` says no, the group is being made again: then `on_mute` hears of each member that does not
+        even tell where it is. `may_judge` is asked last: it tells whether it is not this process that is cut off from
+        all others.
         """
         self._fleet = fleet
         self._board = board
@@ -43,23 +55,50 @@ class Stalls:
         self._is_watching = is_watching
         self._may_judge = may_judge
         self._on_stalled = on_stalled
+        self._on_mute = on_mute
+        self._silent_s: dict[int, float] = {}
 
     async def watch(self) -> None:
         """Runs as long as the deployment."""
         while True:
             topology = self._board.current.topology
-            if topology is None or self._board.current.state != "serving" or not self._is_watching():
+            if topology is None or not self._is_serving():
                 await self._keep_in_touch()
             else:
                 await self._watch_epoch(topology)
 
+    def _is_serving(self) -> bool:
+        return self._board.current.state == "serving" and self._is_watching()
+
     async def _keep_in_touch(self) -> None:
-        """Nothing is judged; but a worker that is not asked for long takes itself for lost."""
-        asked = [asyncio.create_task(member.tick()) for member in self._fleet.members]
-        await asyncio.sleep(PERIOD_S)
-        for call in asked:
-            call.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        """Until the group serves; a worker that is not asked for long would take itself for lost."""
+        asked: dict[Member, asyncio.Task[Tick]] = {}
+        silent_s = {slot: min(seconds, self._timeout_s / 2) for slot, seconds in self._silent_s.items()}
+        try:
+            last = time.monotonic()
+            while self._board.current.topology is None or not self._is_serving():
+                for member in self._fleet.members:
+                    if member not in asked:
+                        asked[member] = asyncio.create_task(member.tick())
+                await asyncio.sleep(PERIOD_S)
+                now = time.monotonic()
+                elapsed_s, last = min(now - last, 2 * PERIOD_S), now
+                for member, call in list(asked.items()):
+                    silent_s[member.slot] = 0.0 if call.done() else silent_s.get(member.slot, 0.0) + elapsed_s
+                    if call.done():
+                        call.exception()  # a death is heard of elsewhere
+                        del asked[member]
+                await self._judge_mute(silent_s)
+        finally:
+            await _cancel(asked.values())
+
+    async def _judge_mute(self, silent_s: dict[int, float]) -> None:
+        """All that have to go, at once: one of them alone would hold the repair up."""
+        mute = [slot for slot in self._board.current.survivors if silent_s.get(slot, 0.0) >= self._timeout_s]
+        if mute and await self._may_judge() and not self._is_watching():
+            for slot in mute:
+                silent_s[slot] = 0.0
+                self._on_mute(Suspect(slot, f"it has not answered for {self._timeout_s:g} s"))
 
     async def _watch_epoch(self, topology: Topology) -> None:
         watch = StallWatch(topology.slots, self._timeout_s)
@@ -88,10 +127,8 @@ class Stalls:
                     self._on_stalled(suspect)
                     return
         finally:
-            calls: list[asyncio.Task[Any]] = [*asked.values(), *nudged.values()]
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            self._silent_s = watch.silent_s
+            await _cancel([*asked.values(), *nudged.values()])
 
     async def _nudge(self, slot: int) -> None:
         logger.warning("worker %d rests while others wait for it", slot)

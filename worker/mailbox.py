@@ -24,6 +24,9 @@ from moeray.worker.messages import (
 
 logger = logging.getLogger(__name__)
 
+# A front end that is gone would fill the log, step by step.
+TELL_AGAIN_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class AttachAgain:
@@ -42,6 +45,8 @@ class Mailbox:
         self.former: bytes | None = None
         self._seen_at = clock()
         self._num_dropped = 0
+        self._told_lease = -1
+        self._told_at = clock()
 
     @property
     def num_dropped(self) -> int:
@@ -113,4 +118,6 @@ class Mailbox:
             return
         if not self.inbox.send(self.holder, message):
             self._num_dropped += 1
-            logger.warning("lease %d does not take messages, dropped a %s", self.lease, type(message).__name__)
+            if self.lease != self._told_lease or self.clock() - self._told_at >= TELL_AGAIN_S:
+                self._told_lease, self._told_at = self.lease, self.clock()
+                logger.warning("lease %d does not take messages, dropped a %s", self.lease, type(message).__name__)

@@ -56,7 +56,10 @@ def test_a_stranger_without_the_token_is_told_so(cluster: Cluster, tmp_path: Pat
     other.write_text("0" * 64)
     with cluster.serve(tmp_path, "--workers", "1", token=other) as served:
         assert served.ended() == 1
-        assert "moeray: no way to Ray at" in served.output
+        assert f"the cluster's access token, {other} here, is missing or wrong: copy it from the head" in served.output
+        lines = served.output.splitlines()
+        assert [line for line in lines if not line.startswith("Ray: ")] == lines[-1:], "Ray's own words"
+        assert not list(served.temporary.iterdir())
 
 
 def test_a_node_without_the_token_cannot_join(tmp_path: Path) -> None:

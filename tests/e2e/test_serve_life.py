@@ -80,7 +80,7 @@ def test_idle_processes_rest_and_a_second_ctrl_c_does_not_wait(tmp_path: Path) -
         assert shares[-1] < IDLE_SHARE, shares
         streams = [Streaming(url, max_tokens=450) for _ in range(24)]
         poll("a stream has begun", lambda: streams[0].events, 30.0)
-        serve.signal(signal.SIGTERM)
+        serve.signal(signal.SIGHUP)  # the terminal was closed
         poll("it drains", lambda: "Finishing running requests" in serve.output, 10.0)
         began = time.monotonic()
         serve.signal(signal.SIGINT)
@@ -98,7 +98,7 @@ def has_torch(process: psutil.Process) -> bool:
 
 def idle_share(processes: list[psutil.Process]) -> float:
     """The share of one core that they use together while nobody asks for anything."""
-    assert len(processes) == 5, [process.cmdline() for process in processes]
+    assert len(processes) == 6, [process.cmdline() for process in processes]
 
     def used_s() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
@@ -110,11 +110,26 @@ def idle_share(processes: list[psutil.Process]) -> float:
 
 def test_a_killed_supervisor_takes_all_with_it(tmp_path: Path) -> None:
     with Serve(tmp_path, "demo", "--workers", "1") as serve:
-        serve.url()
+        streams = [Streaming(serve.url(), max_tokens=450) for _ in range(8)]
+        poll("the streams have begun", lambda: all(stream.events for stream in streams), 30.0)
         serve.signal(signal.SIGKILL)
         serve.ended()
         serve.assert_nothing_left(within_s=15.0)
         assert not list(serve.temporary.iterdir())
+        for stream in streams:
+            stream.wait()
+
+
+def test_a_part_of_ray_that_dies_is_named(tmp_path: Path) -> None:
+    with Serve(tmp_path, "demo", "--workers", "1") as serve:
+        serve.url()
+        (raylet,) = serve.processes_called(r"/raylet/raylet ")
+        raylet.kill()
+        assert serve.ended(5.0) == 1
+        (line,) = [line for line in serve.output.splitlines() if line.startswith("moeray:")]
+        assert line.startswith(f"moeray: Ray's raylet (pid {raylet.pid}) has died (logs in ")
+        assert "Traceback" not in serve.output
+        serve.assert_nothing_left(within_s=5.0)
 
 
 def test_a_worker_that_dies_is_named_and_replaced(tmp_path: Path) -> None:

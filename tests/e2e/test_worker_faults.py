@@ -198,6 +198,19 @@ def test_a_worker_that_hangs_in_a_step_is_found_and_ended(deployment: Breakable,
     assert not psutil.pid_exists(before[slot]) or psutil.Process(before[slot]).status() == psutil.STATUS_ZOMBIE
 
 
+def test_two_that_hang_at_once_are_given_up_together(deployment: Breakable, streams: Streams, known: int) -> None:
+    before = deployment.identities()
+    hung = sorted(before)[:2]
+    with streams.running():
+        time.sleep(0.5)
+        for slot in hung:
+            os.kill(before[slot], signal.SIGSTOP)
+        faults = deployment.new_faults(2, known)
+        deployment.replaced()
+    assert {(fault["slot"], fault["kind"]) for fault in faults} == {(hung[0], "stalled"), (hung[1], "was silent")}
+    assert max(fault["recovered_s"] for fault in faults) < 2 * STALL_S
+
+
 def test_slow_is_not_dead(deployment: Breakable, streams: Streams, known: int) -> None:
     before = deployment.identities()
     slots = sorted(before)

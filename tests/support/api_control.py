@@ -87,6 +87,8 @@ class FakeControl:
     def __init__(self, view: ClusterView, keys: KeyPair) -> None:
         self.current = view
         self.is_silent = False
+        self.is_hung = False
+        self.num_ended = 0
         self.keys = keys
         self.is_balanced = False
         self.requests: list[ScaleRequest | RebalanceRequest] = []
@@ -94,26 +96,36 @@ class FakeControl:
         self.faulty: list[FaultView] = []
         self.num_questions = 0
 
+    async def ping(self) -> None:
+        await self._check_answers()
+
+    async def end_hung(self) -> str | None:
+        self.num_ended += 1
+        self.is_hung = False
+        return "its process 1"
+
     async def attach(self) -> Attachment:
         return Attachment(lease=7, public_key=self.keys.public, secret_key=self.keys.secret)
 
-    def _check_answers(self) -> None:
+    async def _check_answers(self) -> None:
+        while self.is_hung:
+            await asyncio.sleep(0.005)
         if self.is_silent:
             raise ControlTimeout("the controller does not answer")
 
     async def view(self, after_version: int, timeout_s: float) -> ClusterView:
-        self._check_answers()
+        await self._check_answers()
         deadline = time.monotonic() + timeout_s
         while self.current.version <= after_version and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-            self._check_answers()
+            await self._check_answers()
         return self.current
 
     def publish(self, view: ClusterView) -> None:
         self.current = view
 
     async def scale(self, request: ScaleRequest) -> OperationView:
-        self._check_answers()
+        await self._check_answers()
         check_types(request)
         known = self._known(request.operation_id)
         if known is not None:
@@ -133,7 +145,7 @@ class FakeControl:
         )
 
     async def rebalance(self, request: RebalanceRequest) -> OperationView:
-        self._check_answers()
+        await self._check_answers()
         check_operation(request)
         known = self._known(request.operation_id)
         if known is not None:
@@ -195,21 +207,21 @@ class FakeControl:
         self.history[view.operation_id] = view
 
     async def operations(self) -> tuple[OperationView, ...]:
-        self._check_answers()
+        await self._check_answers()
         self.num_questions += 1
         return tuple(self.history.values())
 
     async def faults(self) -> tuple[FaultView, ...]:
-        self._check_answers()
+        await self._check_answers()
         return tuple(self.faulty)
 
     async def operation(self, operation_id: str) -> OperationView | None:
-        self._check_answers()
+        await self._check_answers()
         return self.history.get(operation_id)
 
     async def wait_operation(self, operation_id: str, timeout_s: float) -> OperationView:
         deadline = time.monotonic() + timeout_s
         while self.history[operation_id].outcome is None and time.monotonic() < deadline:
-            self._check_answers()
+            await self._check_answers()
             await asyncio.sleep(0.005)
         return self.history[operation_id]

@@ -34,7 +34,6 @@ class Cluster:
     def variables(self) -> dict[str, str]:
         """What the environment of a process needs that connects."""
         return {
-            "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_NUM_REDIS_GET_RETRIES": "3",
             # Without it Ray takes loopback for the address of the first network.

@@ -31,6 +31,8 @@ class Deployment:
         history_limit: int = 100,
         replace: bool = True,
         deadline_s: float = SHORT_S,
+        halt_s: float | None = None,
+        stall_timeout_s: float = 1.5,
     ) -> None:
         self.cluster = FakeCluster(num_experts)
         self.config = ControllerConfig(
@@ -49,7 +51,7 @@ class Deployment:
                 transfer_s=deadline_s,
                 switch_s=deadline_s,
                 retire_s=deadline_s,
-                halt_s=deadline_s,
+                halt_s=halt_s or deadline_s,
                 rollback_s=deadline_s,
                 status_s=deadline_s,
                 overall_s=overall_s,
@@ -58,6 +60,7 @@ class Deployment:
             spare_retry_s=0.01,
             stop_timeout_s=deadline_s,
             replace=replace,
+            stall_timeout_s=stall_timeout_s,
         )
         self.values: dict[str, bytes] = {}
         self.views: list[ClusterView] = []

@@ -26,6 +26,10 @@ def test_a_file_says_who_fails_where_and_how() -> None:
         ("1 nowhere exit", "the point is 'nowhere', must be one of before_header"),
         ("1 at_switch faint", "it fails by 'faint', must be one of delay, raise, exit, stop"),
         ("1 at_switch exit when=now", "option 'when' is unknown, must be step, seconds or incarnation"),
+        ("1 at_switch exit now", "option 'now' is unknown, must be step, seconds or incarnation"),
+        ("one at_switch exit", "the slot is 'one', must be a number"),
+        ("1 at_switch delay seconds=soon", "seconds is 'soon', must be a number"),
+        ("1 at_switch", "line 1, '1 at_switch': must be SLOT POINT HOW"),
     ],
 )
 def test_what_it_may_not_say_is_named(line: str, words: str) -> None:
@@ -50,6 +54,32 @@ def test_a_fault_comes_once_at_its_step_in_its_slot_and_life(monkeypatch: pytest
     again.here(1, 1)
     again.step = 9
     again.reach("at_switch")
+
+
+def test_a_file_that_became_nonsense_is_told_once_and_what_it_said_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "faults"
+    monkeypatch.setenv(faults.VARIABLE, str(file))
+    file.write_text("1 at_switch raise step=3")
+    points = FaultPoints()
+    points.here(1, 0)
+    points.reach("at_switch")
+    file.write_bytes(b"1 at_switch raise step=2\n\xff nonsense")
+    for _ in range(3):
+        points.reach("at_switch")
+    assert [record.getMessage() for record in caplog.records if str(file) in record.getMessage()] == caplog.messages
+    assert len(caplog.messages) == 1
+    points.step = 3
+    with pytest.raises(GroupError):
+        points.reach("at_switch")
+    file.write_text("\n1 nowhere exit")
+    with pytest.raises(
+        ValueError, match=rf"{faults.VARIABLE} names {file}, .*: line 2, '1 nowhere exit': the point is"
+    ):
+        faults.read(file)
+    with pytest.raises(ValueError, match="which is no list of faults: "):
+        faults.read(tmp_path)
 
 
 @pytest.mark.parametrize(("how", "code"), [("exit", -signal.SIGKILL), ("raise", 1)])

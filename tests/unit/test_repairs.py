@@ -143,6 +143,22 @@ def test_when_none_is_left_new_ones_start(num_spares: int) -> None:
     run(body, num_spares=num_spares)
 
 
+def test_a_replacement_that_fails_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(deployment: Deployment) -> None:
+        deployment.cluster.fail(0, "load", die)
+        deployment.cluster.alive[0].died.set()
+        async with asyncio.timeout(WAIT_S):
+            while not any("the next attempt comes in" in line for line in caplog.messages):
+                await asyncio.sleep(0.001)
+        deployment.cluster.heal()
+        await repaired(deployment)
+        assert deployment.serving() == [0, 1, 2]
+        line = next(line for line in caplog.messages if "not replaced yet" in line)
+        assert "worker 0: its process died" in line
+
+    run(body, num_workers=3)
+
+
 def test_too_few_seats_wait_for_a_new_worker() -> None:
     async def body(deployment: Deployment) -> None:
         deployment.cluster.alive[1].died.set()
@@ -163,8 +179,11 @@ def test_a_start_that_fails_is_tried_again() -> None:
         deployment.cluster.alive[1].died.set()
         await deployment.until(lambda view: view.state == "recovering")
         await deployment.called(0, "load") if (2, "load") not in deployment.cluster.calls else None
-        await asyncio.sleep(0.2)
-        assert deployment.view().state == "recovering"
+        view = await deployment.until(lambda view: "; the next comes in 0.2 s" in (view.cause or ""))
+        assert view.state == "recovering"
+        assert view.cause is not None
+        assert "no worker is left: waiting for 1 to start; the last attempt failed: worker " in view.cause
+        assert "its process died; the next comes in 0.2 s" in view.cause
         deployment.cluster.heal()
         await repaired(deployment)
         assert len(deployment.serving()) == 2
@@ -187,6 +206,41 @@ def test_another_one_is_lost_during_the_repair(call: str, how: Any) -> None:
         assert {fault.slot for fault in await faults(deployment)} == {0, 1}
 
     run(body, num_workers=4)
+
+
+@pytest.mark.parametrize("call", ["status", "halt", "connect", "transfer"])
+def test_all_that_give_no_sign_of_life_are_given_up_at_once(call: str) -> None:
+    async def body(deployment: Deployment) -> None:
+        for slot in (1, 2):
+            deployment.cluster.fail(slot, call, hang)
+            deployment.cluster.fail(slot, "tick", hang)
+        deployment.cluster.alive[0].died.set()
+        async with asyncio.timeout(2.0):  # far from the time that a phase may take
+            while {1, 2} & {slot for slot, p in deployment.cluster.alive.items() if p.incarnation == 0}:
+                await asyncio.sleep(0.001)
+        deployment.cluster.heal()
+        await repaired(deployment)
+        found = {(fault.slot, fault.kind, fault.cause) for fault in await faults(deployment)}
+        silent = "it has not answered for 0.5 s"
+        assert found == {(0, "died", "its process died"), (1, "was silent", silent), (2, "was silent", silent)}
+
+    run(body, num_workers=4, deadline_s=PATIENT_S, stall_timeout_s=0.5)
+
+
+def test_a_survivor_that_answers_may_take_its_time_to_leave_the_group() -> None:
+    async def body(deployment: Deployment) -> None:
+        deployment.cluster.fail(1, "halt", hang)
+        deployment.cluster.alive[0].died.set()
+        await deployment.called(1, "halt")
+        await asyncio.sleep(1.0)
+        assert deployment.cluster.alive[1].incarnation == 0
+        async with asyncio.timeout(WAIT_S):
+            while 1 in deployment.cluster.alive and deployment.cluster.alive[1].incarnation == 0:
+                await asyncio.sleep(0.001)
+        deployment.cluster.heal()
+        await repaired(deployment)
+
+    run(body, num_workers=3, halt_s=1.5, stall_timeout_s=0.5)
 
 
 def test_a_broken_group_is_made_again_of_the_same_members() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from moeray.comm.errors import CheckpointError, StartupError
 from moeray.deploy import checkpoint, ports
-from moeray.deploy.cluster import NodeConfig, check_answers
+from moeray.deploy.cluster import NodeConfig, check_answers, connection_variables
 from moeray.deploy.config import ServeConfig, num_usable_cpus
 from moeray.deploy.environment import worker_variables
 from moeray.deploy.loading import loaded_text, not_finite_text
@@ -63,7 +63,8 @@ def test_seats_follow_the_fewest_workers(options: dict[str, Any], most: int, few
         ({"host": ""}, "host is ''"),
         ({"recovery_timeout_s": 0.0}, "recovery_timeout_s is 0.0, must be more than 0 and finite"),
         ({"recovery_timeout_s": float("nan")}, "recovery_timeout_s is nan, must be more than 0 and finite"),
-        ({"stall_timeout_s": -1.0}, "stall_timeout_s is -1.0, must be more than 0 and finite"),
+        ({"stall_timeout_s": -1.0}, "stall_timeout_s is -1.0, must be at least 0.5 and finite"),
+        ({"kv_cache_gib": 1e-12}, "kv_cache_gib is 1e-12, must be at least a byte"),
         ({"attach": True}, "ray_address is not given, --attach needs it"),
         ({"attach": True, "ray_address": "auto", "dtype": "bf16"}, "dtype is bf16, must be left out with --attach"),
         ({"attach": True, "ray_address": "auto", "replace": False}, "replace is False, must be left out with --attach"),
@@ -293,8 +294,18 @@ def test_a_hub_name_in_the_cache_needs_no_way_to_the_hub(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("address", ["nohost", ":6379", "host:", "host:port", "host:0", "host:65536", "local"])
 def test_an_address_of_ray_is_host_and_port(address: str) -> None:
-    with pytest.raises(StartupError, match=f"ray_address is '{address}', must be host:port or auto"):
-        check_answers(address)
+    with pytest.raises(ValueError, match=f"ray_address is '{address}', must be host:port or auto"):
+        config(ray_address=address)
+
+
+def test_a_token_that_is_there_is_shown_unless_somebody_chose_otherwise(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    named = {"RAY_AUTH_TOKEN_PATH": str(token)}
+    assert "RAY_AUTH_MODE" not in connection_variables(named)
+    token.write_text("secret")
+    assert connection_variables(named)["RAY_AUTH_MODE"] == "token"
+    assert connection_variables({"RAY_AUTH_TOKEN": "secret"})["RAY_AUTH_MODE"] == "token"
+    assert "RAY_AUTH_MODE" not in connection_variables(named | {"RAY_AUTH_MODE": "disabled"})
 
 
 def test_an_address_where_nothing_listens_is_known_at_once() -> None:

@@ -230,9 +230,35 @@ def test_faults_are_told_the_newest_last(start_server: Any) -> None:
     server.control.faulty = [fault(0, recovered_s=0.05, to_epoch=4), fault(1, kind="stalled", epoch=4)]
     faults = httpx.get(server.url + "/faults", headers=headers, timeout=10).json()["faults"]
     assert faults == [msgspec.structs.asdict(view) for view in server.control.faulty]
-    server.control.is_silent = True
-    answer = httpx.get(server.url + "/faults", headers=headers, timeout=10)
+
+
+@pytest.mark.parametrize("how", ["is_silent", "is_hung"])
+def test_without_a_controller_the_last_news_are_told_with_their_age(start_server: Any, until: Any, how: str) -> None:
+    server = start_server(2)
+    server.post("/scale", {"workers": 3, "operation_id": "one"})
+    server.control.faulty = [fault()]
+    server.publish(server.workers, slot_1="dead")
+    until(lambda: server.metric('moeray_faults_total{kind="died"}') == 1, "it was heard of")
+    setattr(server.control, how, True)
+    began = time.monotonic()
+    faults, operations, one = (server.get(path).json() for path in ("/faults", "/operations", "/operations/one"))
+    assert time.monotonic() - began < 3 * 1.2 + 0.9
+    assert [view["slot"] for view in faults["faults"]] == [1]
+    assert [view["operation_id"] for view in operations["operations"]] == [one["operation_id"]] == ["one"]
+    for body in (faults, operations, one):
+        assert body["age_s"] >= 0
+        assert body["reason"].startswith("the controller does not answer: ")
+    unknown = server.get("/operations/two")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "controller_unavailable")
+
+
+def test_without_a_controller_and_without_news_nothing_is_told(start_server: Any) -> None:
+    server = start_server(1, state="starting")
+    server.control.is_hung = True
+    server.front_end.operations.told_faults._last = None
+    answer = server.get("/faults")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "controller_unavailable")
+    assert "no answer within" in answer.json()["error"]["message"]
 
 
 def test_faults_are_counted_once_and_their_recovery_when_it_is_over(start_server: Any, until: Any) -> None:
