@@ -19,6 +19,7 @@ DEPLOYMENT_FIELDS = (
     "dtype",
     "combine",
     "dispatcher",
+    "model_impl",
     "max_model_len",
     "max_num_batched_tokens",
     "kv_cache_gib",
@@ -72,6 +73,7 @@ class ServeConfig:
     dtype: str = "auto"
     combine: str = "auto"
     dispatcher: str = "auto"
+    model_impl: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
@@ -195,6 +197,7 @@ class ServeConfig:
             dtype=self.dtype,
             combine=self.combine,
             dispatcher=self.dispatcher,
+            model_impl=self.model_impl,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),

@@ -7,6 +7,7 @@ from moeray.comm.calls import Address
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 COMBINE_MODES = ("auto", "exact", "fast")
 DISPATCHERS = ("auto", "loopback", "all_gather", "all_to_all")
+MODEL_IMPLS = ("auto", "native", "transformers")
 BLOCK_SIZE = 16
 
 
@@ -17,7 +18,8 @@ class WorkerConfig:
     `model_path` is a local directory with a checkpoint. `max_model_len` None takes the checkpoint's own limit.
     `kv_cache_bytes` None sizes the cache from free memory (see `worker/kv_cache.py`). `num_seats` is the number of
     experts that a worker reserves room for, per layer. `max_num_batched_tokens` is the token budget of a step and
-    `max_num_seqs` the most sequences in it.
+    `max_num_seqs` the most sequences in it. `model_impl` says who implements the model; `auto` is a native family if
+    there is one, else transformers.
     """
 
     model_path: str
@@ -27,6 +29,7 @@ class WorkerConfig:
     dtype: str = "auto"
     combine: str = "auto"
     dispatcher: str = "auto"
+    model_impl: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
@@ -43,6 +46,7 @@ class WorkerConfig:
             ("dtype", self.dtype, DTYPES),
             ("combine", self.combine, COMBINE_MODES),
             ("dispatcher", self.dispatcher, DISPATCHERS),
+            ("model_impl", self.model_impl, MODEL_IMPLS),
         ):
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}")
