@@ -49,7 +49,14 @@ SIZES: dict[str, Any] = {
 # What an architecture needs beside or instead of those.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere2_moe": {"logit_scale": 1.0},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "gemma4_text": {
@@ -66,8 +73,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "expert_ffn_hidden_size": 32,
         "zero_expert_num": 2,
     },
-    "dots3_note_text": {"per_layer_config": {}, "shared_experts_intermediate_size": 32},
+    "dots3_note_text": {"head_dim": 24, "per_layer_config": {}, "shared_experts_intermediate_size": 32},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "qwen4_exp_text": {"layer_types": ["linear_attention"] * 4},
     "zaya": {"num_experts_per_tok": 1},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }

@@ -112,7 +112,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
     ("edit", "message"),
     [
         ({"drop": EXPERT}, rf"lacks 1 tensors: {EXPERT}"),
-        ({EXPERT: torch.zeros(32, 63)}, rf"wrong shape: {EXPERT} \[32, 63\], must be \[32, 64\]"),
+        ({EXPERT: torch.zeros(96, 63)}, rf"wrong shape: {EXPERT} \[96, 63\], must be \[96, 64\]"),
         ({"drop": "model.norm.weight"}, r"lacks 1 tensors: model\.norm\.weight"),
         ({"model.layers.0.odd": torch.zeros(1)}, r"does not use: model\.layers\.0\.odd"),
     ],

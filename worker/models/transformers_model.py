@@ -74,7 +74,7 @@ class TransformersModel(ServedModel):
         return [layer.cache_shape() for layer in self.attention_layers]
 
     def weight_targets(self, placement: ExpertPlacement | None, slot: int) -> Iterator[WeightTarget]:
-        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        tensors = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
         for source in self.names.dense_sources():
             yield WeightTarget(source, tuple(tensors[part].data.copy_ for part in source.parts))
         for moe_layer, runner in enumerate(self.runners):

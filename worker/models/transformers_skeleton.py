@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -37,8 +38,6 @@ def make_skeleton(directory: Path, architecture: str, dtype: torch.dtype, attent
 
     Raises `CheckpointError` if the installed transformers does not know it, or cannot make it of this config.json.
     """
-    import transformers
-
     made: Any = getattr(transformers, architecture, None)
     if not (isinstance(made, type) and issubclass(made, PreTrainedModel)):
         raise CheckpointError(f"{directory}: transformers {transformers.__version__} has no {architecture}")
