@@ -82,18 +82,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def expert_models() -> dict[str, str]:
-    """Causal language models with experts by model type: their architectures."""
+    """Causal language models with experts by model type: their architectures. Of two types the text model's counts."""
     import transformers
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder = Path(transformers.__file__).parent / "models"
-    found = {}
+    type_of = {}
     for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         sources = (folder / model_type_to_module_name(model_type)).glob("modeling_*.py")
         if any(HAS_EXPERTS.search(path.read_text()) for path in sources):
-            found[model_type] = str(architecture)
-    return found
+            type_of[str(architecture)] = model_type
+    return {model_type: architecture for architecture, model_type in type_of.items()}
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:

@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
 from moeray.comm.errors import CheckpointError
+from moeray.worker.models.transformers_rows import StepRows
 from moeray.worker.moe.activation import ACTIVATIONS, GatedActivation
 from moeray.worker.moe.factory import FusedMoEFactory, MoEEnvironment
 from moeray.worker.moe.router import PassthroughRouter
@@ -101,13 +102,6 @@ def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
         if unknown:
             raise CheckpointError(f"{architecture}: {experts.name} has {', '.join(unknown)}, which is not implemented")
     return found
-
-
-class StepRows:
-    """How many of a step's rows are real; the rest is padding that does not leave the worker."""
-
-    def __init__(self) -> None:
-        self.num_real = 0
 
 
 class RunnerExperts(nn.Module):

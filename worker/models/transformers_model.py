@@ -1,6 +1,6 @@
 """A served model whose layers are transformers' own code, on our MoE layers, paged cache and scheduler.
 
-Rows of a step are padded at the model's input (`num_rows_with_padding`), so that all of its code keeps bits, and so
+Rows of a step are padded at the model's input (`transformers_rows.py`), so that all of its code keeps bits, and so
 that a step without tokens runs as well: padding attends to nothing, and no expert sees it.
 
 Legend: T tokens of the step, U rows with padding, S rows whose logits are wanted, V vocabulary.
@@ -13,31 +13,19 @@ import torch.nn.functional as F
 
 from moeray.comm.errors import CheckpointError
 from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
-from moeray.worker.models.linear import RowLinear, padded_rows
+from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.model import ForwardBatch, ServedModel
 from moeray.worker.models.paged_cache import CacheShape, PagedKVCache
 from moeray.worker.models.transformers_attention import PAGED, PagedStep
 from moeray.worker.models.transformers_config import TransformersConfig
-from moeray.worker.models.transformers_experts import ExpertsModule, RunnerExperts, StepRows, find_experts, make_runners
+from moeray.worker.models.transformers_experts import ExpertsModule, RunnerExperts, find_experts, make_runners
 from moeray.worker.models.transformers_names import CheckpointNames
 from moeray.worker.models.transformers_probe import PROBE, probe
+from moeray.worker.models.transformers_rows import StepRows
 from moeray.worker.models.transformers_skeleton import ExactLinear, give_memory, make_skeleton, use_exact_linear
 from moeray.worker.models.weights import WeightSource, WeightTarget
 from moeray.worker.moe.factory import MoEEnvironment
 from moeray.worker.moe.runner import MoERunner
-
-# Elementwise functions of torch treat what is left over behind whole pairs of vectors in another way than the rest.
-ELEMENT_MULTIPLE = 16
-
-
-def num_rows_with_padding(num_tokens: int, *, exact: bool) -> int:
-    """How many rows the model's code computes for so many tokens; at least one.
-
-    With `exact` every product has a number of rows that keeps bits (`linear.py`), and every elementwise function over
-    some numbers a row (a router's sigmoid) works on whole vectors.
-    """
-    num_rows = padded_rows(max(num_tokens, 1), exact=exact)
-    return -(-num_rows // ELEMENT_MULTIPLE) * ELEMENT_MULTIPLE if exact else num_rows
 
 
 class TransformersModel(ServedModel):
@@ -49,7 +37,7 @@ class TransformersModel(ServedModel):
         super().__init__()
         self.config = config
         self.linear = RowLinear(environment.row_exact)
-        self.rows = StepRows()
+        self.rows = StepRows(exact=environment.row_exact)
         skeleton = make_skeleton(config.directory, config.architecture, environment.dtype, PROBE)
         self.experts = find_experts(skeleton)
         _check_experts(config, self.experts)
@@ -60,7 +48,7 @@ class TransformersModel(ServedModel):
         self.runners = make_runners(self.experts, top_ks, environment)
         for module in self.experts:
             skeleton.set_submodule(module.name, torch.nn.Identity())
-        use_exact_linear(skeleton, self.linear)
+        use_exact_linear(skeleton, self.linear, self.rows)
         give_memory(skeleton, environment.device)
         for module, runner in zip(self.experts, self.runners, strict=True):
             skeleton.set_submodule(module.name, RunnerExperts(runner, self.rows))
@@ -99,9 +87,8 @@ class TransformersModel(ServedModel):
             self.linear.warm_up(weights, max_rows)
 
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        num_tokens = batch.token_ids_T.shape[0]
-        num_padding = num_rows_with_padding(num_tokens, exact=self.linear.exact) - num_tokens
-        self.rows.num_real = num_tokens
+        self.rows.begin(batch.token_ids_T.shape[0])
+        num_padding = self.rows.num_padded - self.rows.num_real
         out = self.model(
             input_ids=F.pad(batch.token_ids_T, (0, num_padding)).unsqueeze(0),
             position_ids=F.pad(batch.positions_T, (0, num_padding)).unsqueeze(0),

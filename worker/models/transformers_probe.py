@@ -1,5 +1,6 @@
 """A dry run of a transformers model on the meta device, to see what its layers do before any memory is taken."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,10 +141,14 @@ def probe(model: PreTrainedModel, experts: Mapping[str, nn.Module]) -> tuple[lis
 
 
 def _run(model: PreTrainedModel, recorder: Probe) -> None:
+    taken = inspect.signature(model.forward).parameters
+    lacking = [name for name in ("position_ids", "logits_to_keep") if name not in taken]
+    if lacking:
+        raise Refusal(f"takes no {', '.join(lacking)}")
     tokens = torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode():
-            model(
+            out = model(
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
                 position_ids=tokens,
@@ -155,6 +160,9 @@ def _run(model: PreTrainedModel, recorder: Probe) -> None:
         raise
     except Exception as error:
         raise CheckpointError(f"{type(model).__name__}: a dry run without weights fails: {error!r}") from error
+    wanted = (1, 1, model.config.vocab_size)
+    if out.logits.shape != wanted:
+        raise Refusal(f"gives logits {list(out.logits.shape)} where {list(wanted)} are wanted")
 
 
 def _check(model: PreTrainedModel, recorder: Probe, recording: Mapping[str, RecordingExperts]) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from moeray.comm.errors import CheckpointError
 from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.parameters import empty_parameter
+from moeray.worker.models.transformers_rows import StepRows
 
 # transformers exchanges torch's initialisation functions for others while it makes a model: one thread at a time.
 _MAKING = threading.Lock()
@@ -20,17 +21,26 @@ BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class ExactLinear(nn.Module):
-    """`nn.Linear` on our kernels, whose rows do not depend on the batch; parameters under the same names."""
+    """`nn.Linear` on our kernels, whose rows do not depend on the batch; parameters under the same names.
 
-    def __init__(self, replaced: nn.Linear, linear: RowLinear) -> None:
+    Of all rows of a step, [1, U, I], only those that count are computed, the rest is zero.
+    """
+
+    def __init__(self, replaced: nn.Linear, linear: RowLinear, rows: StepRows) -> None:
         super().__init__()
         self.weight = replaced.weight
         self.bias = replaced.bias
         self.linear = linear
+        self.rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
-        return rows.view(*x.shape[:-1], rows.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])
+        num_computed = self.rows.num_computed
+        if x.shape[:-1] != (1, self.rows.num_padded) or num_computed == self.rows.num_padded:
+            return self.linear(flat, self.weight, self.bias).view(*x.shape[:-1], self.weight.shape[0])
+        out = x.new_zeros((*x.shape[:-1], self.weight.shape[0]))
+        out[0, :num_computed] = self.linear(flat[:num_computed], self.weight, self.bias)
+        return out
 
 
 def make_skeleton(directory: Path, architecture: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -64,11 +74,11 @@ def _check_rope(config: PretrainedConfig, directory: Path) -> None:
             )
 
 
-def use_exact_linear(model: nn.Module, linear: RowLinear) -> None:
+def use_exact_linear(model: nn.Module, linear: RowLinear, rows: StepRows) -> None:
     """Put `ExactLinear` in the place of each `nn.Linear`."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            model.set_submodule(name, ExactLinear(module, linear))
+            model.set_submodule(name, ExactLinear(module, linear, rows))
 
 
 def give_memory(model: PreTrainedModel, device: torch.device) -> None:
