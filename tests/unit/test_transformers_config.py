@@ -57,7 +57,8 @@ def test_layers_with_experts(tmp_path: Path, fields: dict[str, Any], layers: tup
 
 @pytest.mark.parametrize("name", ["n_routed_experts", "num_local_experts", "moe_num_experts"])
 def test_experts_have_several_names(tmp_path: Path, name: str) -> None:
-    config = read(tmp_path, without=("num_experts", "num_experts_per_tok"), **{name: 12, "moe_topk": 3})
+    fields: dict[str, Any] = {name: 12, "moe_topk": 3}
+    config = read(tmp_path, without=("num_experts", "num_experts_per_tok"), **fields)
     assert (config.num_experts, config.moe.top_k) == (12, 3)
 
 

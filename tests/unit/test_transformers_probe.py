@@ -42,7 +42,7 @@ def test_other_masks_are_refused_where_they_are_used(options: dict[str, Any], re
 def attend(mask: object, num_keys: int = NUM_TOKENS, **options: Any) -> Probe:
     probe = Probe()
     module = nn.Module()
-    module.layer_idx = 3
+    vars(module)["layer_idx"] = 3
     query, key, value = (
         torch.zeros(1, heads, tokens, dim) for heads, tokens, dim in ((4, 4, 16), (2, num_keys, 16), (2, num_keys, 8))
     )
