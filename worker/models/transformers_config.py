@@ -60,8 +60,8 @@ def read_transformers_config(reader: ConfigReader) -> TransformersConfig:
 def _check_served(reader: ConfigReader, architecture: str) -> None:
     if not architecture.endswith("ForCausalLM") or "text_config" in reader.raw:
         raise CheckpointError(
-            f"{reader.path}: architecture {architecture!r} is not a text model of its own: "
-            "only architectures named ...ForCausalLM without a text_config are served through transformers"
+            f"{reader.path}: architecture {architecture!r} is not supported: "
+            "through transformers only text models of their own, named ...ForCausalLM and without a text_config"
         )
     if reader.get("quantization_config") is not None:
         raise CheckpointError(
