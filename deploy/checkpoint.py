@@ -54,11 +54,11 @@ def _download(name: str) -> Path:
         raise CheckpointError(f"{name}: could not be fetched from the hub: {reason}") from error
 
 
-def inspect(path: Path) -> ModelConfig:
+def inspect(path: Path, model_impl: str = "auto") -> ModelConfig:
     """The checkpoint's configuration, after a look at its files. Raises `CheckpointError` that names the file."""
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: config.json is missing")
-    config = read_model_config(path)
+    config = read_model_config(path, model_impl)
     for shard in _shards(path):
         if not (path / shard).is_file():
             raise CheckpointError(f"{path}: {shard} is missing")

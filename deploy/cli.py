@@ -78,6 +78,9 @@ def serve(
         str, typer.Option(help="auto, exact (the same tokens for any number of workers) or fast.")
     ] = "auto",
     dispatcher: Annotated[str, typer.Option(help="auto, loopback, all_gather or all_to_all.")] = "auto",
+    model_impl: Annotated[
+        str, typer.Option(help="auto (native if there is such a family), native or transformers.")
+    ] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt and output together. [the checkpoint's]")
     ] = None,
@@ -123,6 +126,7 @@ def serve(
             weights=weights,
             combine=combine,
             dispatcher=dispatcher,
+            model_impl=model_impl,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -20,6 +20,7 @@ DEPLOYMENT_FIELDS = (
     "weights",
     "combine",
     "dispatcher",
+    "model_impl",
     "max_model_len",
     "max_num_batched_tokens",
     "kv_cache_gib",
@@ -77,6 +78,7 @@ class ServeConfig:
     weights: str = "auto"
     combine: str = "auto"
     dispatcher: str = "auto"
+    model_impl: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
@@ -209,6 +211,7 @@ class ServeConfig:
             weights=self.weights,
             combine=self.combine,
             dispatcher=self.dispatcher,
+            model_impl=self.model_impl,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),

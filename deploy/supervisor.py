@@ -65,7 +65,7 @@ def make_plan(config: ServeConfig) -> Plan:
     """Check the checkpoint, and all options against it. Raises `CheckpointError` or `ValueError`."""
     check_faults()
     path = checkpoint.resolve(config.model)
-    decoder = checkpoint.inspect(path)
+    decoder = checkpoint.inspect(path, config.model_impl)
     limit = decoder.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"max_model_len is {config.max_model_len}, must be at most the checkpoint's {limit}")

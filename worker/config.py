@@ -8,6 +8,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16")
 COMBINE_MODES = ("auto", "exact", "fast")
 DISPATCHERS = ("auto", "loopback", "all_gather", "all_to_all")
+MODEL_IMPLS = ("auto", "native", "transformers")
 BLOCK_SIZE = 16
 
 
@@ -18,8 +19,8 @@ class WorkerConfig:
     `model_path` is a local directory with a checkpoint. `max_model_len` None takes the checkpoint's own limit.
     `kv_cache_bytes` None sizes the cache from free memory (see `worker/kv_cache.py`). `num_seats` is the number of
     experts that a worker reserves room for, per layer. `dtype` is what is computed in, `weights` what projections are
-    stored in. `max_num_batched_tokens` is the token budget of a step and
-    `max_num_seqs` the most sequences in it.
+    stored in. `max_num_batched_tokens` is the token budget of a step and `max_num_seqs` the most sequences in it.
+    `model_impl` says who implements the model; `auto` is a native family if there is one, else transformers.
     """
 
     model_path: str
@@ -30,6 +31,7 @@ class WorkerConfig:
     weights: str = "auto"
     combine: str = "auto"
     dispatcher: str = "auto"
+    model_impl: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 512
@@ -47,6 +49,7 @@ class WorkerConfig:
             ("weights", self.weights, WEIGHTS),
             ("combine", self.combine, COMBINE_MODES),
             ("dispatcher", self.dispatcher, DISPATCHERS),
+            ("model_impl", self.model_impl, MODEL_IMPLS),
         ):
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}")

@@ -73,7 +73,7 @@ def load_model(
     """
     device = torch.device(worker.device)
     checkpoint = open_checkpoint(worker.model_path, source)
-    config = read_model_config(checkpoint.directory)
+    config = read_model_config(checkpoint.directory, worker.model_impl)
     max_model_len = choose_max_model_len(worker.max_model_len, config)
     dtype = choose_dtype(worker.dtype, config, worker.device)
     stored = choose_weights(worker.weights, dtype, checkpoint.matrix_dtypes(), worker.device)

@@ -7,30 +7,13 @@ import pytest
 from moeray.comm.placement import ExpertPlacement
 from moeray.worker.messages import SamplingParams
 from tests.support.checkpoints import save_qwen3_moe
-from tests.support.workers import FrontEnd, WorkerSet, wait_until
+from tests.support.workers import WorkerSet, answers
 
 MAX_WORKERS = 7
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=24, temperature=0.0),
     "seeded": SamplingParams(max_tokens=24, temperature=0.9, seed=5),
 }
-
-
-def answers(workers: WorkerSet, lease: int) -> dict[str, list[list[int]]]:
-    """What each worker says to each kind of request; all get theirs at the same time."""
-    front_end = FrontEnd(workers.topology, workers.client, lease)
-    front_end.attach()
-    tokens: dict[str, list[list[int]]] = {}
-    for name, sampling in SAMPLINGS.items():
-        for slot in workers.topology.slots:
-            front_end.submit(slot, f"{name}-{slot}", [(k * 7) % 300 for k in range(30)], sampling)
-    for name in SAMPLINGS:
-        for slot in workers.topology.slots:
-            wait_until(lambda seq_id=f"{name}-{slot}": front_end.is_done(seq_id), f"{name} at {slot}")  # type: ignore[misc]
-        tokens[name] = [front_end.token_ids(f"{name}-{slot}") for slot in workers.topology.slots]
-    assert not front_end.failures
-    front_end.close()
-    return tokens
 
 
 def assert_balanced(placement: ExpertPlacement) -> None:
@@ -46,9 +29,9 @@ def assert_balanced(placement: ExpertPlacement) -> None:
 def test_any_size_serves_any_number_of_experts(tmp_path: Path, num_experts: int, sizes: list[int]) -> None:
     path = save_qwen3_moe(tmp_path, num_experts=num_experts)
     with WorkerSet(path, 1, max_workers=MAX_WORKERS) as workers:
-        expected = answers(workers, 1)
+        expected = answers(workers, 1, SAMPLINGS)
         for number, size in enumerate(sizes):
             workers.reconfigure(range(size))
             assert_balanced(workers.topology.placement)
-            for name, found in answers(workers, 2 + number).items():
+            for name, found in answers(workers, 2 + number, SAMPLINGS).items():
                 assert found == expected[name] * size

@@ -72,7 +72,7 @@ class RankSet:
     """`size` ranks that serve one checkpoint. Use as a context manager."""
 
     def __init__(self, path: Path, size: int, **overrides: object) -> None:
-        config = read_model_config(path)
+        config = read_model_config(path, str(overrides.get("model_impl", "auto")))
         num_seats = -(-config.num_experts // size)
         placement = ExpertPlacement.contiguous(
             num_layers=config.num_moe_layers, num_experts=config.num_experts, slots=range(size), num_seats=num_seats

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -50,7 +50,7 @@ class WorkerSet:
     """
 
     def __init__(self, path: Path, size: int, *, min_workers: int | None = None, **overrides: object) -> None:
-        config = read_model_config(path)
+        config = read_model_config(path, str(overrides.get("model_impl", "auto")))
         num_seats = -(-config.num_experts // (min_workers or size))
         self.client = new_key_pair()
         self.next_epoch = 1
@@ -254,3 +254,20 @@ class FrontEnd:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def answers(workers: WorkerSet, lease: int, samplings: Mapping[str, SamplingParams]) -> dict[str, list[list[int]]]:
+    """What each worker says to a request of each kind; all get theirs at the same time."""
+    front_end = FrontEnd(workers.topology, workers.client, lease)
+    front_end.attach()
+    tokens: dict[str, list[list[int]]] = {}
+    for name, sampling in samplings.items():
+        for slot in workers.topology.slots:
+            front_end.submit(slot, f"{name}-{slot}", [(k * 7) % 300 for k in range(30)], sampling)
+    for name in samplings:
+        for slot in workers.topology.slots:
+            wait_until(lambda seq_id=f"{name}-{slot}": front_end.is_done(seq_id), f"{name} at {slot}")  # type: ignore[misc]
+        tokens[name] = [front_end.token_ids(f"{name}-{slot}") for slot in workers.topology.slots]
+    assert not front_end.failures
+    front_end.close()
+    return tokens

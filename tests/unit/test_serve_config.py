@@ -75,7 +75,7 @@ def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> 
         config(**options)
 
 
-@pytest.mark.parametrize("field", ["dtype", "combine", "dispatcher", "device"])
+@pytest.mark.parametrize("field", ["dtype", "combine", "dispatcher", "device", "model_impl"])
 def test_unknown_choices_are_named_with_the_known_ones(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is 'odd', must be one of"):
         config(**{field: "odd"}).worker_config(model_path="m", num_experts=4)

@@ -22,6 +22,7 @@ from moeray.worker.models import (
 from moeray.worker.models.config import DecoderConfig, ModelConfig
 from moeray.worker.models.config_reader import ConfigReader, read_raw_config
 from moeray.worker.models.family import Family
+from moeray.worker.models.transformers_config import TransformersConfig, read_transformers_config
 from moeray.worker.moe.quant.checkpoint import QuantizedCheckpoint
 from moeray.worker.moe.quant.registry import read_quantization
 
@@ -47,20 +48,22 @@ NATIVE = (
 FAMILIES: dict[str, Family] = {name: family for family in NATIVE for name in (family.architecture, *family.aliases)}
 
 
-def read_model_config(model_path: str | Path) -> ModelConfig:
-    """The model that a checkpoint directory describes.
+def read_model_config(model_path: str | Path, model_impl: str = "auto") -> ModelConfig:
+    """The model that a checkpoint directory describes, implemented as `WorkerConfig.model_impl` says.
 
-    Raises `CheckpointError` for an unknown architecture, a missing or malformed field, and every field that changes
-    the mathematics and is not implemented, each by name.
+    Raises `CheckpointError` for an unknown architecture, a missing or malformed field, and, for a native family, every
+    field that changes the mathematics and is not implemented, each by name.
     """
     raw, path = read_raw_config(model_path)
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise CheckpointError(f"{path}: architectures is {names!r}, must name exactly one")
     family = FAMILIES.get(names[0])
-    if family is None:
-        raise CheckpointError(f"{path}: architecture {names[0]!r} is not supported (supported: {', '.join(FAMILIES)})")
+    if model_impl == "native" and family is None:
+        raise CheckpointError(f"{path}: architecture {names[0]!r} is not native (native: {', '.join(FAMILIES)})")
     reader = ConfigReader(raw, path)
+    if family is None or model_impl == "transformers":
+        return read_transformers_config(reader)
     quantization = _read_quantization(reader, family)
     config = replace(family.read_config(reader), quantization=quantization)
     reader.finish()
@@ -77,7 +80,14 @@ def _read_quantization(reader: ConfigReader, family: Family) -> QuantizedCheckpo
 def make_model(
     config: ModelConfig, present: Collection[str], environment: "MoEEnvironment", max_model_len: int
 ) -> "ServedModel":
-    """The model that serves this config, with empty parameters; `present` are the names of the checkpoint's tensors."""
+    """The model that serves this config, with empty parameters; `present` are the names of the checkpoint's tensors.
+
+    transformers' modelling code is imported for a model that goes through it only. Raises `CheckpointError`.
+    """
+    if isinstance(config, TransformersConfig):
+        from moeray.worker.models.transformers_model import TransformersModel
+
+        return TransformersModel(config, present, environment)
     from moeray.worker.models.decoder import Decoder
 
     assert isinstance(config, DecoderConfig)

@@ -60,8 +60,10 @@ ACTIVATIONS: dict[str, GatedActivation] = {
 }
 
 
-def gated_activation(name: str) -> GatedActivation:
-    """The function of this name; `ValueError` naming those there are."""
+def gated_activation(name: str | GatedActivation) -> GatedActivation:
+    """The function of this name, or the function itself; `ValueError` naming those there are."""
+    if callable(name):
+        return name
     if name not in ACTIVATIONS:
         raise ValueError(f"activation is {name!r}, must be one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -9,6 +9,7 @@ import torch
 from moeray.comm.exchange import ExpertExchange
 from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.parameters import empty_parameter
+from moeray.worker.moe.activation import GatedActivation
 from moeray.worker.moe.expert_load import ExpertLoad
 from moeray.worker.moe.quant.base import FusedMoEMethodBase
 from moeray.worker.moe.quant.unquantized import UnquantizedMoEMethod
@@ -49,7 +50,7 @@ def FusedMoEFactory(
     num_experts: int,
     hidden_size: int,
     intermediate_size: int,
-    activation: str = "silu",
+    activation: str | GatedActivation = "silu",
     internal_router: bool = True,
     router_bias: bool = False,
     router_dtype: torch.dtype | None = None,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moeray.comm.exchange import ExpertExchange
-from moeray.worker.moe.activation import gated_activation
+from moeray.worker.moe.activation import GatedActivation, gated_activation
 from moeray.worker.moe.quant.base import FusedMoEMethodBase
 
 
@@ -27,7 +27,7 @@ class RoutedExperts(nn.Module):
         top_k: int,
         hidden_size: int,
         intermediate_size: int,
-        activation: str,
+        activation: str | GatedActivation,
         has_bias: bool,
         dtype: torch.dtype,
         weights_dtype: torch.dtype,

@@ -102,3 +102,21 @@ class CustomRouter:
     def select(self, hidden_TD: torch.Tensor, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights_TK, ids_TK = self.function(hidden_TD, logits_TE, self.top_k)
         return weights_TK.float(), ids_TK.long()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassthroughRouter:
+    """Takes a choice that was made elsewhere: the logits that it gets are that choice, put together by `pack`."""
+
+    top_k: int
+
+    @staticmethod
+    def pack(weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        """Weights and ids side by side, fp32, which holds every whole number up to 2^24; [T, 2K]."""
+        return torch.cat([weights_TK.float(), ids_TK.float()], dim=-1)
+
+    def select(self, hidden_TD: torch.Tensor, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
+        if logits_TE.shape[1] != 2 * self.top_k:
+            raise ValueError(f"a choice has {logits_TE.shape[1]} numbers a token, must have {2 * self.top_k}")
+        weights_TK, ids_TK = logits_TE.chunk(2, dim=-1)
+        return weights_TK, ids_TK.long()

@@ -1,6 +1,6 @@
 """Experts that every token goes to: a dense gated MLP beside the routed ones, never dispatched.
 
-Legend: T tokens, D hidden, F intermediate.
+Legend: T tokens, D hidden, F intermediate, C equal columns.
 """
 
 from functools import partial
@@ -11,6 +11,9 @@ from torch import nn
 from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.parameters import empty_parameter
 from moeray.worker.moe.activation import gated_activation
+
+# More than torch's loops over vectors take at once, on any processor.
+GATE_COLUMNS = 64
 
 
 class SharedExperts(nn.Module):
@@ -39,5 +42,7 @@ class SharedExperts(nn.Module):
         gate_up_T2F = self.linear(hidden_TD, self.gate_up_proj)
         out_TD = self.linear(self.activation(gate_up_T2F), self.down_proj)
         if self.gate is not None:
-            out_TD = out_TD * torch.sigmoid(self.linear(hidden_TD, self.gate))
+            # In columns that fill whole vectors: what is left behind them would be computed by another function.
+            gate_TC = self.linear(hidden_TD, self.gate).expand(-1, GATE_COLUMNS).contiguous()
+            out_TD = out_TD * torch.sigmoid(gate_TC)[:, :1]
         return out_TD
