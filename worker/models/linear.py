@@ -88,11 +88,15 @@ class RowLinear:
         return self.kernel is None or not self.kernel.takes(x_MI, weight_OI)
 
     def warm_up(self, weights: Iterable[torch.Tensor], max_rows: int, dtype: torch.dtype) -> None:
-        """Meet every number of rows up to `max_rows`, of this type, once for each distinct shape among `weights`."""
+        """Meet every number of rows up to `max_rows` once for each distinct shape among `weights`.
+
+        Rows have this type, or that of weights that are wider.
+        """
         by_shape = {tuple(weight.shape): weight for weight in weights}
         sizes = sorted({padded_rows(rows, exact=self.exact) for rows in range(1, max_rows + 1)})
         for weight_OI in by_shape.values():
-            most_MI = weight_OI.new_zeros((max(sizes, default=0), weight_OI.shape[1]), dtype=dtype)
+            rows_dtype = torch.promote_types(dtype, weight_OI.dtype)
+            most_MI = weight_OI.new_zeros((max(sizes, default=0), weight_OI.shape[1]), dtype=rows_dtype)
             if self.pads(most_MI, weight_OI):
                 for rows in sizes:
                     self(most_MI[:rows], weight_OI)

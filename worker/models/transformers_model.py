@@ -36,6 +36,7 @@ class TransformersModel(ServedModel):
     def __init__(self, config: TransformersConfig, present: Collection[str], environment: MoEEnvironment) -> None:
         super().__init__()
         self.config = config
+        self.dtype = environment.dtype
         self.linear = RowLinear(environment.row_exact)
         self.rows = StepRows(exact=environment.row_exact)
         skeleton = make_skeleton(config.directory, config.architecture, environment.dtype, PROBE)
@@ -82,9 +83,9 @@ class TransformersModel(ServedModel):
         weights: list[torch.Tensor] = [
             module.weight for module in self.model.modules() if isinstance(module, ExactLinear)
         ]
-        weights.extend(weight[0] for weight in self.runners[0].routed_experts.parameters() if weight.dim() == 3)
+        weights.extend(self.runners[0].routed_experts.empty_projections())
         with torch.inference_mode():
-            self.linear.warm_up(weights, max_rows)
+            self.linear.warm_up(weights, max_rows, self.dtype)
 
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         self.rows.begin(batch.token_ids_T.shape[0])
