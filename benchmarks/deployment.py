@@ -119,13 +119,14 @@ class Deployment:
 OWN = {
     "supervisor": r" serve .*--deployment",
     "front end": r"moeray\.deploy\.frontend",
+    "caretaker": r"moeray\.deploy\.caretaker",
     "controller": r"ray::ControllerActor",
     "worker": r"ray::WorkerActor",
 }
 
 
 def own_processes(deployment: Deployment) -> dict[str, psutil.Process]:
-    """Supervisor, front end, controller and workers, by name; workers are numbered."""
+    """Supervisor, front end, caretaker, controller and workers, by name; workers are numbered."""
     found: dict[str, psutil.Process] = {}
     for process in deployment.processes():
         with contextlib.suppress(psutil.NoSuchProcess):

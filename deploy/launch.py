@@ -79,7 +79,7 @@ def worker_factory(config: ServeConfig, worker: WorkerConfig) -> RayWorkerFactor
 
 
 def check_resources(config: ServeConfig) -> None:
-    """Raises `StartupError` with both sides if the cluster as a whole is too small; what is busy now may free up."""
+    """Raises `ValueError` with both sides if the cluster as a whole is too small; what is busy now may free up."""
     import ray
 
     total = ray.cluster_resources()
@@ -87,7 +87,7 @@ def check_resources(config: ServeConfig) -> None:
         count = config.workers + config.spares
         needed, there = each * count, total.get(name, 0.0)
         if needed > there:
-            raise StartupError(
+            raise ValueError(
                 f"{count} workers of {each:g} {name} each need {needed:g} {name}, the cluster has {there:g}"
             )
 

@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from moeray.comm.errors import MoerayError
 from moeray.comm.messages import Tick
@@ -16,19 +15,13 @@ from moeray.comm.topology import Topology
 from moeray.elastic.board import Board
 from moeray.elastic.fleet import Fleet
 from moeray.elastic.health import StallWatch, Suspect
-from moeray.elastic.member import Member
+from moeray.elastic.ticks import Ticks
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.2
 ANXIOUS_PERIOD_S = 0.05
 RESTING_PERIOD_S = 1.0
-
-
-async def _cancel(calls: Iterable[asyncio.Task[Any]]) -> None:
-    for call in (calls := list(calls)):
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
 
 
 class Stalls:
@@ -72,25 +65,20 @@ class Stalls:
 
     async def _keep_in_touch(self) -> None:
         """Until the group serves; a worker that is not asked for long would take itself for lost."""
-        asked: dict[Member, asyncio.Task[Tick]] = {}
+        ticks = Ticks()
         silent_s = {slot: min(seconds, self._timeout_s / 2) for slot, seconds in self._silent_s.items()}
         try:
             last = time.monotonic()
             while self._board.current.topology is None or not self._is_serving():
-                for member in self._fleet.members:
-                    if member not in asked:
-                        asked[member] = asyncio.create_task(member.tick())
+                ticks.ask(self._fleet.members)
                 await asyncio.sleep(PERIOD_S)
                 now = time.monotonic()
                 elapsed_s, last = min(now - last, 2 * PERIOD_S), now
-                for member, call in list(asked.items()):
-                    silent_s[member.slot] = 0.0 if call.done() else silent_s.get(member.slot, 0.0) + elapsed_s
-                    if call.done():
-                        call.exception()  # a death is heard of elsewhere
-                        del asked[member]
+                for member, answer in ticks.take().items():  # a death is heard of elsewhere
+                    silent_s[member.slot] = silent_s.get(member.slot, 0.0) + elapsed_s if answer is None else 0.0
                 await self._judge_mute(silent_s)
         finally:
-            await _cancel(asked.values())
+            await ticks.close()
 
     async def _judge_mute(self, silent_s: dict[int, float]) -> None:
         """All that have to go, at once: one of them alone would hold the repair up."""
@@ -102,21 +90,19 @@ class Stalls:
 
     async def _watch_epoch(self, topology: Topology) -> None:
         watch = StallWatch(topology.slots, self._timeout_s)
-        asked: dict[int, asyncio.Task[Tick]] = {}
+        ticks = Ticks()
         nudged: dict[int, asyncio.Task[None]] = {}
         try:
             last = time.monotonic()
             while self._is_watching() and self._board.current.topology is topology:
-                for slot in topology.slots:
-                    if slot not in asked and self._fleet.has(slot):
-                        asked[slot] = asyncio.create_task(self._fleet.member(slot).tick())
+                ticks.ask(self._fleet.member(slot) for slot in topology.slots if self._fleet.has(slot))
                 period_s = RESTING_PERIOD_S if watch.is_resting else ANXIOUS_PERIOD_S if watch.is_anxious else PERIOD_S
                 await asyncio.sleep(period_s)
                 now = time.monotonic()
                 # What is longer cannot be blamed on others: the watcher itself did not run.
                 watch.elapsed(min(now - last, 2 * period_s))
                 last = now
-                self._note(watch, topology, asked)
+                self._note(watch, topology, ticks)
                 for slot in watch.overslept:
                     if self._fleet.has(slot) and (slot not in nudged or nudged[slot].done()):
                         nudged[slot] = asyncio.create_task(self._nudge(slot))
@@ -128,7 +114,9 @@ class Stalls:
                     return
         finally:
             self._silent_s = watch.silent_s
-            await _cancel([*asked.values(), *nudged.values()])
+            for call in nudged.values():
+                call.cancel()
+            await asyncio.gather(ticks.close(), *nudged.values(), return_exceptions=True)
 
     async def _nudge(self, slot: int) -> None:
         logger.warning("worker %d rests while others wait for it", slot)
@@ -136,15 +124,10 @@ class Stalls:
             await self._fleet.member(slot).nudge()
 
     @staticmethod
-    def _note(watch: StallWatch, topology: Topology, asked: dict[int, asyncio.Task[Tick]]) -> None:
-        for slot, call in list(asked.items()):
-            if not call.done():
-                continue
-            del asked[slot]
-            error = call.exception()
-            if isinstance(error, MoerayError):
-                continue  # its death is heard of elsewhere
-            if error is not None:
-                logger.error("worker %d does not tell how far it is", slot, exc_info=error)
-            elif call.result().epoch == topology.epoch:
-                watch.saw(slot, call.result())
+    def _note(watch: StallWatch, topology: Topology, ticks: Ticks) -> None:
+        for member, answer in ticks.take().items():
+            if isinstance(answer, Tick):
+                if answer.epoch == topology.epoch:
+                    watch.saw(member.slot, answer)
+            elif answer is not None and not isinstance(answer, MoerayError):  # a death is heard of elsewhere
+                logger.error("worker %d does not tell how far it is", member.slot, exc_info=answer)

@@ -182,6 +182,7 @@ def test_further_front_ends_come_and_go_while_the_deployment_runs(cluster: Clust
     with cluster.serve(tmp_path, "--attach", "--deployment", "none") as lost:
         assert lost.ended() == 1
         assert f"no deployment 'none' runs in the cluster at {cluster.address}" in lost.output
+        assert not list(lost.temporary.iterdir())
     with cluster.serve(tmp_path) as first:
         first.url()
         with cluster.serve(tmp_path, "--attach") as second, client(second.url()) as http:

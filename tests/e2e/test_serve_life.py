@@ -120,19 +120,7 @@ def test_a_killed_supervisor_takes_all_with_it(tmp_path: Path) -> None:
             stream.wait()
 
 
-def test_a_part_of_ray_that_dies_is_named(tmp_path: Path) -> None:
-    with Serve(tmp_path, "demo", "--workers", "1") as serve:
-        serve.url()
-        (raylet,) = serve.processes_called(r"/raylet/raylet ")
-        raylet.kill()
-        assert serve.ended(5.0) == 1
-        (line,) = [line for line in serve.output.splitlines() if line.startswith("moeray:")]
-        assert line.startswith(f"moeray: Ray's raylet (pid {raylet.pid}) has died (logs in ")
-        assert "Traceback" not in serve.output
-        serve.assert_nothing_left(within_s=5.0)
-
-
-def test_a_worker_that_dies_is_named_and_replaced(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_replaced_and_a_raylet_that_dies_is_the_end(tmp_path: Path) -> None:
     with Serve(tmp_path, "demo", "--workers", "2") as serve:
         url = serve.url()
         stream = Streaming(url, max_tokens=450)
@@ -144,9 +132,13 @@ def test_a_worker_that_dies_is_named_and_replaced(tmp_path: Path) -> None:
             stream.wait()
             poll("it is replaced", lambda: len(serving(http)) == 2, END_S)
             assert victim.pid not in serving(http)
-        serve.signal(signal.SIGINT)
-        assert serve.ended() == 0, serve.output
-        serve.assert_nothing_left()
+        (raylet,) = serve.processes_called(r"/raylet/raylet ")
+        raylet.kill()
+        assert serve.ended(10.0) == 1
+        (line,) = [line for line in serve.output.splitlines() if line.startswith("moeray:")]
+        assert line.startswith(f"moeray: Ray's raylet (pid {raylet.pid}) has died (logs in ")
+        assert "Traceback" not in serve.output
+        serve.assert_nothing_left(within_s=5.0)
     assert re.search(r"^Worker \d is dead\.$", serve.output, re.MULTILINE), serve.output
     assert stream.is_complete
     assert sum(len(event.get("token_ids", ())) for event in stream.events) == 450
@@ -197,6 +189,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, change: str, options: tup
             assert words.format(taken=taken) in lines[0]
             assert "Traceback" not in serve.output
             serve.assert_nothing_left()
+            assert not list(serve.temporary.iterdir())
 
 
 @pytest.mark.parametrize(

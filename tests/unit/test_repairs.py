@@ -227,6 +227,24 @@ def test_all_that_give_no_sign_of_life_are_given_up_at_once(call: str) -> None:
     run(body, num_workers=4, deadline_s=PATIENT_S, stall_timeout_s=0.5)
 
 
+def test_one_whose_first_answers_were_lost_is_not_mute() -> None:
+    async def body(deployment: Deployment) -> None:
+        deployment.cluster.fail(1, "halt", hang)
+        deployment.cluster.fail(1, "tick", hang)
+        deployment.cluster.alive[0].died.set()
+        await deployment.called(1, "halt")
+        await asyncio.sleep(0.3)
+        deployment.cluster.faults.pop((1, "tick"))
+        await asyncio.sleep(1.5)
+        assert deployment.cluster.alive[1].incarnation == 0
+        await deployment.restart()
+        deployment.cluster.heal()
+        await deployment.manager.faults()
+        await repaired(deployment)
+
+    run(body, num_workers=3, halt_s=PATIENT_S, stall_timeout_s=1.0)
+
+
 def test_a_survivor_that_answers_may_take_its_time_to_leave_the_group() -> None:
     async def body(deployment: Deployment) -> None:
         deployment.cluster.fail(1, "halt", hang)
