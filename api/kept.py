@@ -53,7 +53,11 @@ class Kept(Generic[T]):
         try:
             return Told(await soon(self.fresh()))
         except MoerayError as error:
-            if self._last is None:
-                raise
-            at, value = self._last
-            return Told(value, time.monotonic() - at, f"the controller does not answer: {error}")
+            return self.last(error)
+
+    def last(self, error: MoerayError) -> Told[T]:
+        """The last answer, because another one failed to come by `error`, which is raised if there is none."""
+        if self._last is None:
+            raise error
+        at, value = self._last
+        return Told(value, time.monotonic() - at, f"the controller does not answer: {error}")

@@ -1,6 +1,7 @@
 """Changing size or placement over HTTP: start an operation, follow it, or wait as vLLM's and SGLang's users do."""
 
 import asyncio
+import contextlib
 import re
 import time
 import uuid
@@ -96,13 +97,11 @@ class Operations:
 
     async def operation(self, operation_id: str) -> Response:
         """One of them, as above."""
+        beside: dict[str, object] = {}
         try:
-            view, beside = await soon(self._control.operation(operation_id)), {}
+            view = await soon(self._control.operation(operation_id))
         except MoerayError as error:
-            told = await self._history()
-            view, beside = next((view for view in told.value if view.operation_id == operation_id), None), told.fields()
-            if view is None:
-                raise no_controller(error) from error
+            view, beside = self._kept(operation_id, error)
         if view is None:
             raise not_found(
                 f"operation {operation_id[:128]!r} is unknown, it was never started or is forgotten",
@@ -185,6 +184,15 @@ class Operations:
             except MoerayError:
                 await asyncio.sleep(RETRY_S)
         return view
+
+    def _kept(self, operation_id: str, error: MoerayError) -> tuple[OperationView, dict[str, object]]:
+        """The operation as it was heard of last, and how long ago; the controller does not answer by `error`."""
+        with contextlib.suppress(MoerayError):
+            told = self._front_end.operations.told_operations.last(error)
+            for view in told.value:
+                if view.operation_id == operation_id:
+                    return view, told.fields()
+        raise no_controller(error) from error
 
     async def _history(self) -> Told[tuple[OperationView, ...]]:
         try:
