@@ -74,6 +74,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "zero_expert_num": 2,
     },
     "dots3_note_text": {"head_dim": 24, "per_layer_config": {}, "shared_experts_intermediate_size": 32},
+    "llama4_text": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "qwen4_exp_text": {"layer_types": ["linear_attention"] * 4},
     "zaya": {"num_experts_per_tok": 1},
