@@ -32,7 +32,7 @@ serve: setup  ## Serve the demo model with two workers (MODEL=, WORKERS=, PORT=,
 	@$(BIN)/moeray serve $(MODEL) --workers $(WORKERS) --port $(PORT) $(ARGS)
 
 test: setup  ## Run all tests (ARGS="-k name -x")
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tests.run $(ARGS)
 
 lint: setup  ## Style and format
 	$(BIN)/ruff check $(CODE)

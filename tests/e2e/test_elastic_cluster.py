@@ -105,7 +105,8 @@ def test_cycles_of_growing_and_shrinking_leave_nothing(
     assert all(now <= GROWTH * rss for rss, now in grown.values()), grown
     poll(f"there are {there} actors again", lambda: len(first.actors()) == there, BACK_S)
     assert refusal(first, 4) == room
-    assert_no_more_than(before, BACK_S)
+    # The front end's pool for tokenising grows when several requests come at once.
+    assert_no_more_than(before, BACK_S, more_threads=2)
 
 
 def test_a_deployment_that_grows_and_ends_is_not_noticed_by_the_other(

@@ -280,9 +280,7 @@ def test_a_death_during_a_change_of_size(
 def test_a_death_during_a_rebalance(deployment: Breakable, streams: Streams, known: int, point: str) -> None:
     slot = deployment.slots[0]
     with streams.running():
-        deployment.fail(f"{slot} {point} exit")
-        operation = _rebalance_that_reaches(deployment, slot)
-        deployment.fail()
+        operation = _rebalance_that_fails(deployment, f"{slot} {point} exit")
         assert operation["outcome"] == "rolled_back"
         assert f"worker {slot}: its process died" in operation["reason"]
         deployment.new_faults(1, known)
@@ -291,10 +289,12 @@ def test_a_death_during_a_rebalance(deployment: Breakable, streams: Streams, kno
     assert len(deployment.faults()) == known + 1
 
 
-def _rebalance_that_reaches(deployment: Breakable, slot: int) -> dict[str, Any]:
-    """One that the slot has a part in: where nothing is left to do for it, experts are put elsewhere first."""
+def _rebalance_that_fails(deployment: Breakable, fault: str) -> dict[str, Any]:
+    """With this fault; where the slot has no part in the rebalance, experts are put elsewhere first."""
     for _ in range(MAX_REBALANCES):
+        deployment.fail(fault)
         operation = deployment.ended(deployment.start_rebalance())
+        deployment.fail()
         if operation["outcome"] != "done":
             break
         deployment.unbalance()

@@ -12,7 +12,7 @@ from moeray.elastic.view import ClusterView, OperationView, RebalanceRequest, Sc
 from tests.support.fake_cluster import NUM_LAYERS, FakeCluster
 from tests.support.fake_store import FakeStore
 
-SHORT_S = 0.15
+SHORT_S = 0.4
 WAIT_S = 5.0
 
 

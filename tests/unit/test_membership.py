@@ -25,6 +25,7 @@ def ready(slot: int, **changes: Any) -> WorkerReady:
         "endpoint": f"tcp://127.0.0.1:{9000 + slot}",
         "public_key": "k" * 40,
         "dtype": "fp32",
+        "weights": "fp32",
         "combine": "exact",
         "num_moe_layers": 2,
         "num_experts": 8,

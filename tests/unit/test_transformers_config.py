@@ -11,7 +11,7 @@ from moeray.worker.models.registry import read_model_config
 from moeray.worker.models.transformers_config import TransformersConfig
 
 BASE: dict[str, Any] = {
-    "architectures": ["SomeMoeForCausalLM"],
+    "architectures": ["Dots1ForCausalLM"],
     "num_hidden_layers": 6,
     "hidden_size": 64,
     "vocab_size": 320,
@@ -65,7 +65,7 @@ def test_experts_have_several_names(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"without": ("num_experts",)}, "SomeMoeForCausalLM names no number of experts"),
+        ({"without": ("num_experts",)}, "Dots1ForCausalLM names no number of experts"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, must be from 1 to 8"),
         ({"num_experts": "many"}, "num_experts is 'many', must be a whole number"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
@@ -73,7 +73,8 @@ def test_experts_have_several_names(tmp_path: Path, name: str) -> None:
         ({"text_config": {}}, "is not supported: .* only text models of their own"),
         ({"architectures": ["SomeMoeForConditionalGeneration"]}, "is not supported: .* only text models of their own"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not implemented"),
-        ({"model_impl": "native"}, r"'SomeMoeForCausalLM' is not native \(native: Qwen3MoeForCausalLM"),
+        ({"architectures": ["OddForCausalLM"]}, "'OddForCausalLM' is not supported: .* does not know it"),
+        ({"model_impl": "native"}, r"'Dots1ForCausalLM' is not native \(native: Qwen3MoeForCausalLM"),
     ],
 )
 def test_refusals_name_the_key(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

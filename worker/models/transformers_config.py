@@ -4,6 +4,7 @@ Neither torch nor transformers is imported: the command line reads it too. The m
 config.json later (`transformers_skeleton.py`), and must have the experts that are found here.
 """
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,21 @@ def _check_served(reader: ConfigReader, architecture: str) -> None:
             f"{reader.path}: layer_types has {', '.join(others)}, which is not implemented through transformers "
             f"(supported: {', '.join(ATTENTION_TYPES)})"
         )
+    if not is_known_to_transformers(architecture):
+        raise CheckpointError(
+            f"{reader.path}: architecture {architecture!r} is not supported: it is not native, and the installed "
+            "transformers does not know it"
+        )
+
+
+def is_known_to_transformers(architecture: str) -> bool:
+    """Looks the name up in the text of transformers' table of models, because importing it takes seconds."""
+    found = importlib.util.find_spec("transformers")
+    folders = found.submodule_search_locations if found is not None else None
+    if not folders:
+        return False
+    table = Path(folders[0]) / "models" / "auto" / "modeling_auto.py"
+    return not table.is_file() or f'"{architecture}"' in table.read_text()
 
 
 def _present(reader: ConfigReader, what: str, names: tuple[str, ...]) -> str:
