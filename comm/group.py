@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 1024
 LOOP_SLACK_S = 0.04
+# How soon a wait notices that its group was aborted.
+WAIT_SLICE = timedelta(seconds=0.5)
 
 
 def host_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
@@ -96,6 +98,7 @@ class CommGroup:
         self._gloo = gloo
         self._nccl = nccl
         self._connections = connections
+        self._is_aborted = False
         self.num_begun = 0
         self._headers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -222,6 +225,7 @@ class CommGroup:
         It is the only call that may come from another thread. A peer that is merely silent, as behind a cut link, never
         makes an exchange fail by itself.
         """
+        self._is_aborted = True
         return sum(shut_down(descriptor, inode) for descriptor, inode in self._connections.items())
 
     @property
@@ -245,9 +249,25 @@ class CommGroup:
             raise GroupError(f"{self._who()}: {what} on a group that is closed or has one rank")
         self.num_begun += 1
         try:
-            start().wait()
+            self._wait(start(), what)
         except RuntimeError as error:
             raise translate(error, f"{self._who()}: {what} failed", self._peers_to_blame()) from error
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Until it has ended, or the group was aborted: now and then gloo waits on for sockets that are dead."""
+        if self._nccl is not None:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(WAIT_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # it ended meanwhile: what came of it
+                    return
+                if self._is_aborted:
+                    raise GroupError(f"{self._who()}: {what} was broken off") from None
 
     def _who(self) -> str:
         return f"epoch {self.epoch}, rank {self.rank} (slot {self.slots[self.rank]}) of slots {list(self.slots)}"

@@ -280,7 +280,7 @@ def test_a_death_during_a_change_of_size(
 def test_a_death_during_a_rebalance(deployment: Breakable, streams: Streams, known: int, point: str) -> None:
     slot = deployment.slots[0]
     with streams.running():
-        operation = _rebalance_that_fails(deployment, f"{slot} {point} exit")
+        operation = _rebalance_that_fails(deployment, slot, point)
         assert operation["outcome"] == "rolled_back"
         assert f"worker {slot}: its process died" in operation["reason"]
         deployment.new_faults(1, known)
@@ -289,10 +289,10 @@ def test_a_death_during_a_rebalance(deployment: Breakable, streams: Streams, kno
     assert len(deployment.faults()) == known + 1
 
 
-def _rebalance_that_fails(deployment: Breakable, fault: str) -> dict[str, Any]:
-    """With this fault; where the slot has no part in the rebalance, experts are put elsewhere first."""
+def _rebalance_that_fails(deployment: Breakable, slot: int, point: str) -> dict[str, Any]:
+    """The slot dies in it; where it has no part in the rebalance, experts are put elsewhere first."""
     for _ in range(MAX_REBALANCES):
-        deployment.fail(fault)
+        deployment.fail(f"{slot} {point} exit")
         operation = deployment.ended(deployment.start_rebalance())
         deployment.fail()
         if operation["outcome"] != "done":

@@ -205,7 +205,8 @@ def test_an_mxfp4_checkpoint_loads_like_its_dequantised_twin(tmp_path: Path) -> 
     ours = rewrite(plain, tmp_path / "packed", packed, quantization_config={"quant_method": "mxfp4"})
     theirs = rewrite(plain, tmp_path / "decoded", decoded)
     assert_same_weights(load(ours, size=2, slot=1), load(theirs, size=2, slot=1))
-    with pytest.raises(CheckpointError, match=r"'awq', which is not implemented \(supported: 'fp8', 'compressed-tensors', 'mxfp4'\)"):
+    words = r"'awq', which is not implemented \(supported: 'fp8', 'compressed-tensors', 'mxfp4'\)"
+    with pytest.raises(CheckpointError, match=words):
         read_model_config(rewrite(plain, tmp_path / "awq", packed, quantization_config={"quant_method": "awq"}))
 
 
