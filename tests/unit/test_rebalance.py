@@ -12,7 +12,7 @@ from moeray.comm.messages import ExpertCounts
 from moeray.comm.placement import ExpertPlacement
 from moeray.elastic.balancer import balancedness
 from moeray.elastic.view import OperationView, RebalanceRequest, ScaleRequest
-from tests.support.deployment import WAIT_S, Deployment, run
+from tests.support.deployment import SHORT_S, WAIT_S, Deployment, run
 from tests.support.fake_cluster import NUM_LAYERS, FakeProcess, die, error, hang
 
 SKEWED: ExpertCounts = ((80, 70, 60, 50, 4, 3, 2, 1), (10,) * 8)
@@ -157,7 +157,7 @@ def test_nothing_begins_before_it_serves_or_while_it_is_repaired() -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        (hang, ControlTimeout, "worker 1: did not tell its load within 0.15 s"),
+        (hang, ControlTimeout, f"worker 1: did not tell its load within {SHORT_S:g} s"),
         (error(StartupError("no luck")), MoerayError, "worker 1: no luck"),
     ],
 )
