@@ -193,16 +193,13 @@ class Supervisor:
         who = f"Another front end has taken deployment {self._plan.config.deployment} over"
         if self._ray is None:
             self._has_given_way = True
-            self._tell(f"{who}: this one ends, the deployment goes on.")
+            self._say(f"{who}: this one ends, the deployment goes on.")
             return
-        self._tell(f"{who}. Ray and the workers live with this process: Ctrl-C ends them.")
+        self._say(f"{who}. Ray and the workers live with this process: Ctrl-C ends them.")
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         self._check_ray()
         for task in done:
             task.result()
-
-    def _tell(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     async def _watch_ray(self) -> None:
         """For as long as the embedded Ray lives; raises when it does not. A cluster is watched by its own."""
@@ -307,7 +304,7 @@ class Supervisor:
         await asyncio.wait([task, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
 
-    def _say(self, text: str, *, style: str) -> None:
+    def _say(self, text: str, *, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _announce(self) -> None:
@@ -327,6 +324,6 @@ class Supervisor:
         curl = f"curl -N {self._url}/generate{key} -H 'content-type: application/json' -d '{body}'"
         self._console.print(curl, soft_wrap=True, markup=False, highlight=False)
         if config.attach:
-            self._tell(f"\nIt has taken deployment {config.deployment} over: a front end that served it before ends.")
+            self._say(f"\nIt has taken deployment {config.deployment} over: a front end that served it before ends.")
         what = f"this front end, deployment {config.deployment} goes on" if config.attach else "it"
         self._console.print(f"\nCtrl-C ends {what}.", style="dim", highlight=False)

@@ -52,14 +52,6 @@ def workers(tiny: Path) -> Iterator[WorkerSet]:
         yield workers
 
 
-@pytest.fixture
-def front_end(workers: WorkerSet) -> Iterator[FrontEnd]:
-    front_end = FrontEnd(workers.topology, workers.client, 1)
-    front_end.attach()
-    yield front_end
-    front_end.close()
-
-
 def submit_all(front_end: FrontEnd, slots: tuple[int, ...]) -> None:
     for name, sampling in SAMPLINGS.items():
         for number in range(6):

@@ -100,14 +100,6 @@ def workers(checkpoint: Path) -> Iterator[WorkerSet]:
         yield workers
 
 
-@pytest.fixture
-def front_end(workers: WorkerSet) -> Iterator[FrontEnd]:
-    front_end = FrontEnd(workers.topology, workers.client, 1)
-    front_end.attach()
-    yield front_end
-    front_end.close()
-
-
 @pytest.mark.parametrize("checkpoint", ["glm4-moe-lite", "v2-groups-yarn", "v3-groups-yarn"], indirect=True)
 def test_streams_go_on_from_two_workers_to_three_to_one(
     checkpoint: Path, workers: WorkerSet, front_end: FrontEnd

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from moeray.worker.loader import Checkpoint
+from moeray.worker.peer_checkpoint import LocalSource
+
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -33,3 +36,16 @@ def save_qwen3_moe(directory: Path, *, seed: int = 0, max_shard_size: str = "5GB
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**TINY, "initializer_range": 0.1, **overrides})).to(dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
+
+
+class CountingSource(LocalSource):
+    """The side that has the files; `asked` are the bytes of each answer."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.asked: list[int] = []
+
+    def rows(self, name: str, first: int, count: int) -> bytes:
+        payload = super().rows(name, first, count)
+        self.asked.append(len(payload))
+        return payload

@@ -17,8 +17,7 @@ from moeray.worker.finite import is_finite
 from moeray.worker.loaded_model import LoadedModel, load_model
 from moeray.worker.memory import TORCH_DTYPES
 from moeray.worker.models.registry import read_model_config
-from moeray.worker.peer_checkpoint import LocalSource
-from tests.support.checkpoints import save_qwen3_moe
+from tests.support.checkpoints import CountingSource, save_qwen3_moe
 
 EDITED = "model.layers.1.mlp.experts.3.up_proj.weight"
 
@@ -306,23 +305,15 @@ def test_too_little_memory_is_said_with_numbers(checkpoint: Path) -> None:
 
 def test_a_checkpoint_that_is_not_on_this_node_comes_from_a_peer(checkpoint: Path, tmp_path: Path) -> None:
     here = load(checkpoint, slot=0)
-    asked: list[int] = []
-
-    class Counting(LocalSource):
-        def rows(self, name: str, first: int, count: int) -> bytes:
-            payload = super().rows(name, first, count)
-            asked.append(len(payload))
-            return payload
-
-    source = Counting(here.checkpoint)
+    source = CountingSource(here.checkpoint)
     config = read_model_config(checkpoint)
     placement = ExpertPlacement.contiguous(num_layers=2, num_experts=config.num_experts, slots=range(2), num_seats=4)
     elsewhere = WorkerConfig(model_path=str(tmp_path / "no"), num_seats=4, max_workers=2, kv_cache_bytes=32 << 20)
     there = load_model(elsewhere, placement, 0, lambda _: None, source)
     for ours, theirs in zip(there.model.state_dict().items(), here.model.state_dict().items(), strict=True):
         assert torch.equal(ours[1], theirs[1]), ours[0]
-    assert sum(asked) < (checkpoint / "model.safetensors").stat().st_size * 0.8, "only what the slot needs"
-    assert max(asked) <= 1 << 20
+    assert sum(source.asked) < (checkpoint / "model.safetensors").stat().st_size * 0.8, "only what the slot needs"
+    assert max(source.asked) <= 1 << 20
     there.checkpoint.close()
     with pytest.raises(CheckpointError, match="is no checkpoint directory"):
         load_model(elsewhere, placement, 0, lambda _: None)

@@ -20,8 +20,7 @@ from moeray.worker.models.place_targets import place_targets
 from moeray.worker.models.registry import read_model_config
 from moeray.worker.models.weight_names import Form, Stored, WeightNames
 from moeray.worker.models.weights import Place
-from moeray.worker.peer_checkpoint import LocalSource
-from tests.support.checkpoints import save_qwen3_moe
+from tests.support.checkpoints import CountingSource, save_qwen3_moe
 from tests.support.families import FAMILIES, save_family
 
 Tensors = dict[str, torch.Tensor]
@@ -117,17 +116,10 @@ def test_a_fused_expert_moves_alone_and_from_a_peer(
 ) -> None:
     monkeypatch.setattr(expert_transfer, "GROUP_BYTES", 2 * 3 * 64 * 48 * 4)  # two experts
     here, wanted = load(fused, size=4, slot=0), load(separate, size=4, slot=3)
-    asked: list[int] = []
-
-    class Counting(LocalSource):
-        def rows(self, name: str, first: int, count: int) -> bytes:
-            payload = super().rows(name, first, count)
-            asked.append(len(payload))
-            return payload
-
-    there = load(tmp_path / "no", size=4, slot=3, source=Counting(here.checkpoint), config_path=fused)
+    source = CountingSource(here.checkpoint)
+    there = load(tmp_path / "no", size=4, slot=3, source=source, config_path=fused)
     assert_same_weights(there, wanted)
-    assert sum(asked) < (fused / FILE).stat().st_size * 0.6
+    assert sum(source.asked) < (fused / FILE).stat().st_size * 0.6
     fills = [SeatFill(layer, seat, 6 + seat) for layer in range(2) for seat in range(2)]
     for checkpoint in (here.checkpoint, there.checkpoint):
         for runner in here.model.moe_runners():

@@ -129,6 +129,16 @@ class ConfigReader:
             "head_dim": self.integer("head_dim", default=self.integer("hidden_size") // num_heads),
         }
 
+    def experts(self, *names: str) -> dict[str, Any]:
+        """How many experts there are, by the first of these keys that is there, how many a token has, and what is
+        between their projections.
+        """
+        return {
+            "num_experts": self.integer(*names),
+            "top_k": self.integer("num_experts_per_tok"),
+            "activation": self.activation(),
+        }
+
     def activation(self) -> str:
         """The activation of experts and dense layers."""
         self.require("hidden_act", *ACTIVATIONS)

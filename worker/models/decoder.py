@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
+from moeray.comm.placement import ExpertPlacement
 from moeray.worker.models.config import DecoderConfig, LatentAttentionConfig
 from moeray.worker.models.grouped_query import GroupedQueryAttention
 from moeray.worker.models.latent_attention import LatentAttention
@@ -124,12 +124,7 @@ class Decoder(ServedModel):
     def weight_targets(self, placement: ExpertPlacement | None, slot: int) -> Iterator[WeightTarget]:
         for target in place_targets(self.places(), self.names, self.present):
             yield WeightTarget(self.quantization.dense(target.source), target.stores)
-        for moe_layer, runner in enumerate(self.moe_runners()):
-            seats = placement.seats_of(moe_layer, slot) if placement else ()
-            seat_of = {expert: seat for seat, expert in enumerate(seats) if expert != EMPTY_SEAT}
-            for expert in range(self.config.num_experts):
-                for source in self.expert_parts(moe_layer, expert):
-                    yield runner.seat_target(source, seat_of.get(expert))
+        yield from self.seat_targets(placement, slot)
 
     def expert_parts(self, moe_layer: int, expert: int) -> Sequence[WeightSource]:
         layer = self.config.moe.layers[moe_layer]

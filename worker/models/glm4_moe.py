@@ -24,11 +24,9 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
         dense_activation=reader.activation(),
         moe=MoEConfig(
             layers=tuple(range(reader.integer("first_k_dense_replace", default=1, low=0), reader.num_layers)),
-            num_experts=reader.integer("n_routed_experts", "num_local_experts"),
-            top_k=reader.integer("num_experts_per_tok"),
+            **reader.experts("n_routed_experts", "num_local_experts"),
             intermediate_size=expert_size,
             renormalize=reader.flag("norm_topk_prob", default=True),
-            activation=reader.activation(),
             scoring="sigmoid",
             num_expert_groups=reader.integer("n_group", default=1),
             topk_groups=reader.integer("topk_group", default=1),

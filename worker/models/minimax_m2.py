@@ -24,11 +24,9 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
         attention=GroupedQueryConfig(**heads, layers=(LayerAttention(rope=rope),) * reader.num_layers, qk_norm="full"),
         moe=MoEConfig(
             layers=tuple(range(reader.num_layers)),
-            num_experts=reader.integer("num_local_experts", "num_experts"),
-            top_k=reader.integer("num_experts_per_tok"),
+            **reader.experts("num_local_experts", "num_experts"),
             intermediate_size=reader.integer("intermediate_size"),
             renormalize=True,
-            activation=reader.activation(),
             scoring="sigmoid",
             selection_bias=True,
         ),

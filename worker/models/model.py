@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moeray.comm.buffers import MoELayerSpec
-from moeray.comm.placement import ExpertPlacement
+from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
 from moeray.worker.models.attention_plan import AttentionPlan
 from moeray.worker.models.config import ModelConfig
 from moeray.worker.models.paged_cache import CacheShape, PagedKVCache
@@ -69,6 +69,15 @@ class ServedModel(nn.Module, ABC):
     @abstractmethod
     def warm_up(self, max_rows: int) -> None:
         """Let the linear algebra library meet the shapes of steps of up to `max_rows` rows, before serving."""
+
+    def seat_targets(self, placement: ExpertPlacement | None, slot: int) -> Iterator[WeightTarget]:
+        """The part of `weight_targets` that experts are."""
+        for moe_layer, runner in enumerate(self.moe_runners()):
+            seats = placement.seats_of(moe_layer, slot) if placement else ()
+            seat_of = {expert: seat for seat, expert in enumerate(seats) if expert != EMPTY_SEAT}
+            for expert in range(self.config.num_experts):
+                for source in self.expert_parts(moe_layer, expert):
+                    yield runner.seat_target(source, seat_of.get(expert))
 
     def moe_layer_specs(self) -> Sequence[MoELayerSpec]:
         """Sizes that the communication buffers are made for."""

@@ -21,11 +21,9 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
         ),
         moe=MoEConfig(
             layers=tuple(range(reader.num_layers)),
-            num_experts=reader.integer("num_experts", "num_local_experts"),
-            top_k=reader.integer("num_experts_per_tok"),
+            **reader.experts("num_experts", "num_local_experts"),
             intermediate_size=reader.integer("intermediate_size"),
             renormalize=reader.flag("norm_topk_prob"),
-            activation=reader.activation(),
         ),
     )
 

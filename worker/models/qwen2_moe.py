@@ -24,11 +24,9 @@ def read_config(reader: ConfigReader) -> DecoderConfig:
         dense_activation=reader.activation(),
         moe=MoEConfig(
             layers=sparse_layers(reader),
-            num_experts=reader.integer("num_experts", "num_local_experts"),
-            top_k=reader.integer("num_experts_per_tok"),
+            **reader.experts("num_experts", "num_local_experts"),
             intermediate_size=reader.integer("moe_intermediate_size"),
             renormalize=reader.flag("norm_topk_prob"),
-            activation=reader.activation(),
             shared_intermediate_size=reader.integer("shared_expert_intermediate_size", default=5632),
             shared_gated=True,
         ),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from moeray.comm.errors import CheckpointError
-from moeray.comm.placement import EMPTY_SEAT, ExpertPlacement
+from moeray.comm.placement import ExpertPlacement
 from moeray.worker.models.linear import RowLinear
 from moeray.worker.models.model import ForwardBatch, ServedModel
 from moeray.worker.models.paged_cache import CacheShape, PagedKVCache
@@ -66,12 +66,7 @@ class TransformersModel(ServedModel):
         tensors = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
         for source in self.names.dense_sources():
             yield WeightTarget(source, tuple(tensors[part].data.copy_ for part in source.parts))
-        for moe_layer, runner in enumerate(self.runners):
-            seats = placement.seats_of(moe_layer, slot) if placement else ()
-            seat_of = {expert: seat for seat, expert in enumerate(seats) if expert != EMPTY_SEAT}
-            for expert in range(self.config.num_experts):
-                for source in self.expert_parts(moe_layer, expert):
-                    yield runner.seat_target(source, seat_of.get(expert))
+        yield from self.seat_targets(placement, slot)
 
     def expert_parts(self, moe_layer: int, expert: int) -> Sequence[WeightSource]:
         return self.names.expert_sources(self.experts[moe_layer], expert)
